@@ -1,0 +1,51 @@
+# make demo   set up and run the main example
+# make test   set up and run the tests
+# make lint types bench   the rest; TORCH= chooses the torch build, PYTHON= the interpreter.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# One stamp a torch build: another TORCH= on the make line installs again, the same one does not.
+STAMP := $(VENV)/ready-$(subst /,_,$(subst =,-,$(TORCH)))
+
+.PHONY: setup demo huggingface test lint types bench clean
+.DEFAULT_GOAL := setup
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed (PYTHON= chooses it)" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/ready-*
+	@echo "installing $(TORCH) and dsa-compile into $(VENV)"
+	@$(PIP) 'setuptools>=77' '$(TORCH)'
+	@$(PIP) --no-build-isolation --editable '.[test,dev,examples]' '$(TORCH)'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/two_level_indexer.py
+
+huggingface: $(STAMP)
+	@$(BIN)/python examples/huggingface.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+# mypy knows nothing of setuptools' package-dir: show it the package as it is when installed.
+types: $(STAMP)
+	@rm -rf build/types && mkdir -p build/types/dsa_compile
+	@ln -s $(CURDIR)/dsa_compile/* $(CURDIR)/passes $(CURDIR)/kernels build/types/dsa_compile/
+	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p dsa_compile
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/consumer_layer.py
+	@$(BIN)/python benchmarks/passes.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Finds, proves and rewrites DeepSeek Sparse Attention indexers in PyTorch models."""

@@ -1,0 +1,1 @@
+"""Canonical operators of a sparse attention indexer, and what runs them."""
