@@ -1,0 +1,192 @@
+"""Time and peak memory of one consumer layer on the CPU: dense, dense compiled, and optimised.
+
+The layer is the indexer of examples/two_level_indexer.py (32 heads of 128, 2,048 candidate blocks
+of 8, top-512) given published block ids. Every variant runs in a process of its own; see
+examples/measure.py for what peak memory means. The picks of each are compared with the dense
+layer's, row by row.
+
+    python benchmarks/consumer_layer.py [--positions 16384 65536 262144] [--dtypes float32 bfloat16]
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from measure import Cost, cost, in_own_process, report_to_parent  # noqa: E402
+from two_level_indexer import Indexer, ModelConfig  # noqa: E402
+
+ROWS = {16384: 256, 65536: 256, 262144: 64}
+VARIANTS = ("dense", "compiled", "optimized")
+
+
+@dataclass(frozen=True)
+class Case:
+    positions: int
+    rows: int
+    dtype: str
+
+
+class ConsumerLayer(nn.Module):
+    """x [1, S, hidden], q_latent [1, S, q_rank], keys [1, T, 128], block_ids int32 [1, S, C]
+    (-1 where unused) -> selected positions int64 [1, S, k] (-1 where a row found nothing)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.block_size = config.block_size
+        self.indexer = Indexer(config)
+
+    def forward(self, x: Tensor, q_latent: Tensor, keys: Tensor, block_ids: Tensor) -> Tensor:
+        positions = keys.shape[1]
+        blocks = (positions + self.block_size - 1) // self.block_size
+        spare = block_ids.long().masked_fill(block_ids < 0, blocks)
+        keep = torch.zeros(*spare.shape[:2], blocks + 1, dtype=torch.bool, device=x.device)
+        keep = keep.scatter_(-1, spare, True)[..., :blocks]
+        candidates = keep.repeat_interleave(self.block_size, dim=-1)[..., :positions]
+        return self.indexer(x, q_latent, keys, candidates)[0]
+
+
+def build(case: Case) -> tuple[ConsumerLayer, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    config, dtype = ModelConfig(), getattr(torch, case.dtype)
+    layer = ConsumerLayer(config).eval().to(dtype)
+    blocks = -(-case.positions // config.block_size)
+    count = min(config.candidate_blocks, blocks)
+    newest = torch.arange(case.positions - case.rows, case.positions) // config.block_size
+    # Each row's candidates are drawn from the blocks it sees, its newest block always among them.
+    draw = torch.rand(case.rows, blocks)
+    draw = draw.masked_fill(torch.arange(blocks) > newest[:, None], -1.0)
+    draw = draw.scatter(1, newest[:, None], 2.0)
+    top = draw.topk(count, dim=1)
+    ids = top.indices.masked_fill(top.values < 0, -1).to(torch.int32)[None]
+    keys = F.rms_norm(torch.randn(1, case.positions, config.index_dim), (config.index_dim,))
+    inputs = (
+        torch.randn(1, case.rows, config.hidden).to(dtype),
+        torch.randn(1, case.rows, config.q_rank).to(dtype),
+        keys.to(dtype),
+        ids,
+    )
+    return layer, inputs
+
+
+def prepare(variant: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+    if variant == "compiled":
+        return torch.compile(layer, dynamic=False, fullgraph=True)
+    if variant == "optimized":
+        import dsa_compile
+
+        config = dsa_compile.Config(require_match=1)
+        return dsa_compile.optimize(layer, example_inputs=inputs, config=config)
+    return layer
+
+
+def measure_child(variant: str, case: Case, runs: int, save: str) -> None:
+    layer, inputs = build(case)
+    with torch.inference_mode():
+        call = prepare(variant, layer, inputs)
+        torch.save(call(*inputs), save)  # the first call compiles; it is not timed
+        report_to_parent(cost(lambda: call(*inputs), runs=runs))
+
+
+def equal_rows(picks: Tensor, dense: Tensor) -> str:
+    same = (picks.sort(-1).values == dense.sort(-1).values).all(-1)
+    return f"{int(same.sum())} / {same.numel()}"
+
+
+def measure_case(case: Case, variants: list[str], runs: int) -> dict[str, tuple[Cost, Tensor]]:
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in variants:
+            save = str(Path(folder) / variant)
+            arguments = ["--child", variant, "--save", save, "--runs", str(runs)]
+            arguments += ["--positions", str(case.positions), "--rows", str(case.rows)]
+            result = in_own_process(__file__, [*arguments, "--dtypes", case.dtype])
+            results[variant] = (result, torch.load(save))
+    return results
+
+
+def failures(case: Case, results: dict[str, tuple[Cost, Tensor]]) -> list[str]:
+    """What --check asks: the optimised layer against the dense one under torch.compile."""
+    ours, dense = results["optimized"][0], results["compiled"][0]
+    found = []
+    if case.positions >= 262144:
+        if ours.seconds * 5 > dense.seconds:
+            found.append(f"{case}: less than 5 times faster")
+        if ours.peak_bytes and dense.peak_bytes and ours.peak_bytes * 10 > dense.peak_bytes:
+            found.append(f"{case}: more than a tenth of the memory")
+    if case.positions <= 16384 and ours.seconds > 1.03 * dense.seconds:
+        found.append(f"{case}: slower than the dense form")
+    return found
+
+
+def add_rows(table: Table, case: Case, results: dict[str, tuple[Cost, Tensor]]) -> None:
+    base = results.get("compiled", (None, None))[0]
+    for variant, (result, picks) in results.items():
+        faster = f"{base.seconds / result.seconds:.2f} x" if base else ""
+        less = ""
+        if base and base.peak_bytes and result.peak_bytes:
+            less = f"{result.peak_bytes / base.peak_bytes:.2f}"
+        equal = equal_rows(picks, results["dense"][1]) if "dense" in results else ""
+        table.add_row(
+            f"{case.positions:,}",
+            str(case.rows),
+            case.dtype,
+            variant,
+            f"{result.seconds:.3f} s",
+            result.peak,
+            faster,
+            less,
+            equal,
+            end_section=variant == list(results)[-1],
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--positions", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--rows", type=int, help="query rows (default: 256, or 64 at 262,144)")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--check", action="store_true", help="exit 1 where a bound is missed")
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--save", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cases = [
+        Case(positions, options.rows or ROWS.get(positions, 256), dtype)
+        for positions in options.positions
+        for dtype in options.dtypes
+    ]
+    if options.child:
+        measure_child(options.child, cases[0], options.runs, options.save)
+        return 0
+
+    threads = torch.get_num_threads()
+    table = Table(title=f"one consumer layer, torch {torch.__version__}, {threads} CPU threads")
+    for column in ("positions", "rows", "dtype", "variant"):
+        table.add_column(column)
+    for column in ("time", "peak", "against compiled", "memory", "rows equal to dense"):
+        table.add_column(column, justify="right")
+    missed: list[str] = []
+    for case in cases:
+        results = measure_case(case, options.variants, options.runs)
+        add_rows(table, case, results)
+        if options.check:
+            missed += failures(case, results)
+    Console(width=120).print(table)
+    for line in missed:
+        print(line, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
