@@ -8,6 +8,7 @@ VENV ?= .venv
 
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+MYPY := $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 # One stamp a torch build: another TORCH= on the make line installs again, the same one does not.
 STAMP := $(VENV)/ready-$(subst /,_,$(subst =,-,$(TORCH)))
 
@@ -41,7 +42,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	@rm -rf build/types && mkdir -p build/types/dsa_compile
 	@ln -s $(CURDIR)/dsa_compile/* $(CURDIR)/passes $(CURDIR)/kernels build/types/dsa_compile/
-	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p dsa_compile
+	cd build/types && $(MYPY) -p dsa_compile
+	cd build/types && MYPYPATH=$(CURDIR)/build/types:$(CURDIR)/examples $(MYPY) $(CURDIR)/examples $(CURDIR)/benchmarks
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/consumer_layer.py

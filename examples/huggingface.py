@@ -11,6 +11,7 @@ and logits of the original.
 import argparse
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,11 +22,13 @@ from transformers import (
     DynamicCache,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
 
 import dsa_compile
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -52,19 +55,22 @@ SIZES = {
 TOLERANCE = 1e-4
 
 
-def deepseek() -> tuple[nn.Module, int]:
+def deepseek() -> tuple[PreTrainedModel, int]:
     """The model and how many of its layers have an indexer."""
     config = DeepseekV32Config(**SIZES)
     return DeepseekV32ForCausalLM(config).eval(), config.num_hidden_layers
 
 
-def glm() -> tuple[nn.Module, int]:
+def glm() -> tuple[PreTrainedModel, int]:
     """The model and how many of its layers have an indexer: the third reuses the second's picks."""
-    config = GlmMoeDsaConfig(**SIZES, indexer_types=["full", "full", "shared", "full"])
-    return GlmMoeDsaForCausalLM(config).eval(), config.indexer_types.count("full")
+    types = ["full", "full", "shared", "full"]
+    config = GlmMoeDsaConfig(**SIZES, indexer_types=types)
+    return GlmMoeDsaForCausalLM(config).eval(), types.count("full")
 
 
-def greedy(model: nn.Module, prompt: Tensor, steps: int, config: object) -> tuple[Tensor, Tensor]:
+def greedy(
+    model: nn.Module, prompt: Tensor, steps: int, config: PreTrainedConfig
+) -> tuple[Tensor, Tensor]:
     """Tokens [B, steps] and the logits [B, S + steps - 1, V] of all positions computed."""
     cache = DynamicCache(config=config)
     out = model(input_ids=prompt, cache=cache, use_cache=True)
@@ -77,7 +83,9 @@ def greedy(model: nn.Module, prompt: Tensor, steps: int, config: object) -> tupl
     return torch.cat(tokens, dim=1), torch.cat(logits, dim=1)
 
 
-def compare(name: str, make: Callable[[], tuple[nn.Module, int]], prompt: int, steps: int) -> bool:
+def compare(
+    name: str, make: Callable[[], tuple[PreTrainedModel, int]], prompt: int, steps: int
+) -> bool:
     console = Console()
     console.rule(name)
     torch.manual_seed(0)

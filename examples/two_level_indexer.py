@@ -160,10 +160,12 @@ class TwoLevelModel(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(positions: int, rows: int) -> tuple[TwoLevelModel, tuple[Tensor, ...]]:
+def build(
+    positions: int, rows: int, config: ModelConfig | None = None
+) -> tuple[TwoLevelModel, tuple[Tensor, ...]]:
     """A model with random weights and one chunk of a prefill for it."""
     torch.manual_seed(0)
-    config = ModelConfig()
+    config = config or ModelConfig()
     model = TwoLevelModel(config).eval()
     cached = positions - rows
     inputs = (
