@@ -51,12 +51,16 @@ def candidate_expand(
     return torch.where(count > 0, blocks, 0).to(torch.int32), end.to(torch.int32)
 
 
-def raw_columns(blocks: Tensor, low: Tensor, sparse_block: int, anchored: bool) -> Tensor:
-    """Positions [B, S, W] of all columns, not clamped."""
+def raw_columns(
+    blocks: Tensor, low: Tensor, positions: int, sparse_block: int, anchored: bool
+) -> Tensor:
+    """Positions [B, S, W] of all columns, out of range where the block is."""
     shape = torch.broadcast_shapes(blocks.shape[:2], low.shape)
     inner = torch.arange(sparse_block, device=blocks.device)
     shift = low % sparse_block if anchored else torch.zeros_like(low)
-    start = blocks.long() * sparse_block + shift[..., None]
+    # Junk must not overflow: one block past either end is hidden all the same.
+    ids = blocks.long().clamp(-1, positions // sparse_block + 1)
+    start = ids * sparse_block + shift[..., None]
     return (start[..., None] + inner).flatten(-2).expand(*shape, -1)
 
 
@@ -70,7 +74,7 @@ def candidate_columns(
 ) -> Tensor:
     """Position of every column [B, S, W] int64, clamped into [0, num_positions - 1]."""
     low, _ = row_range(row_start, None, num_positions, blocks.device)
-    positions = raw_columns(blocks, low, sparse_block, anchored)
+    positions = raw_columns(blocks, low, num_positions, sparse_block, anchored)
     return positions.clamp(0, max(num_positions - 1, 0)).contiguous()
 
 
@@ -95,7 +99,7 @@ def sparse_mqa_logits(
     batch, rows, positions = q.shape[0], q.shape[1], k.shape[1]
     width = blocks.shape[2] * sparse_block
     low, high = row_range(row_start, row_end, positions, q.device)
-    place = raw_columns(blocks, low, sparse_block, anchored).expand(batch, rows, -1)
+    place = raw_columns(blocks, low, positions, sparse_block, anchored).expand(batch, rows, -1)
     visible = (place >= low[..., None]) & (place < high[..., None])
     visible = visible & (torch.arange(width, device=q.device) < end[..., None])
     if mask is not None:
@@ -139,7 +143,7 @@ def topk_remap(
     batch, rows, _ = values.shape
     scores = values.to(accumulator(values))
     low, _ = row_range(row_start, None, num_positions, values.device)
-    place = raw_columns(blocks, low, sparse_block, anchored).expand(batch, rows, -1)
+    place = raw_columns(blocks, low, num_positions, sparse_block, anchored).expand(batch, rows, -1)
     if place.shape[-1] == 0:
         indices = torch.full_like(columns, -1, dtype=torch.int64)
     else:

@@ -1,0 +1,239 @@
+"""Scores of candidate columns on the CPU: key blocks gathered, or read off dense scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .cpu_dense import Problem, dense_into, head_sum
+from .cpu_plan import Part, gather_tile, parts, rows_within, scratch, working_set
+from .reference import NEG_INF
+
+_GATHER_COST = 10.0
+_ROW_LOOP_WIDTH = 1024
+
+
+def dense_crossover(heads: int, head_dim: int) -> float:
+    """How many positions of a dense product cost as much as one gathered candidate column.
+
+    A column costs ``2 * heads * head_dim`` operations either way; the gather adds moving its
+    ``head_dim`` values, as much as scoring them with about ten more heads. Rows that see at most
+    this multiple of their valid columns are scored densely. The head dim cancels out.
+    """
+    return 1.0 + _GATHER_COST / max(1, heads)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Columns of every row: sparse blocks [B, S, N] and how many leading columns are valid."""
+
+    blocks: Tensor
+    end: Tensor
+    sparse_block: int
+    anchored: bool
+
+    @property
+    def width(self) -> int:
+        return self.blocks.shape[2] * self.sparse_block
+
+
+@dataclass(frozen=True)
+class KeyRuns:
+    """Keys as overlapping runs of ``sparse_block`` positions, so that one index moves one block.
+
+    Run ``base[b] + s`` starts at position s of batch item b. No run passes the end of the keys: a
+    block that would is read from its shifted run, and its columns are put right afterwards.
+    """
+
+    keys: Tensor
+    base: Tensor
+    factors: Tensor | None
+    factor_base: Tensor | None
+
+
+def _runs(rows: Tensor, sparse_block: int) -> Tensor:
+    """Contiguous [n, d] rows as overlapping runs [n - sparse_block + 1, sparse_block * d]."""
+    count, dim = rows.shape
+    return rows.as_strided((count - sparse_block + 1, sparse_block * dim), (dim, 1))
+
+
+def key_runs(problem: Problem, sparse_block: int, columns: int) -> KeyRuns:
+    """Views the keys for gathering; copies them only where their layout or dtype pays for it.
+
+    Args:
+        columns: How many columns will be gathered in all. When that is more than there are keys,
+            low precision keys are converted once and not at every use.
+    """
+    keys, dtype = problem.k, problem.dtype
+    count, positions, dim = keys.shape
+    if keys.dtype != dtype and columns >= count * positions:
+        if count * positions * dim * dtype.itemsize <= working_set() // 2:
+            keys = keys.to(dtype)
+    missing = max(0, sparse_block - positions)
+    if missing:
+        keys = pad(keys, (0, 0, 0, missing))
+    if keys.stride(2) != 1 or keys.stride(1) != dim or keys.stride(0) % dim:
+        keys = keys.contiguous()
+    pitch = keys.stride(0) // dim if count > 1 else 0
+    rows = keys.as_strided(((count - 1) * pitch + keys.shape[1], dim), (dim, 1))
+    item = torch.arange(problem.q.shape[0])
+    factors = factor_base = None
+    if problem.key_scale is not None:
+        flat = pad(problem.key_scale.to(dtype), (0, missing)).contiguous()
+        factors = _runs(flat.view(-1, 1), sparse_block)
+        factor_base = item * flat.shape[1]
+    return KeyRuns(_runs(rows, sparse_block), item * pitch, factors, factor_base)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One part of the rows, flattened to R, with the place of every block."""
+
+    part: Part
+    low: Tensor
+    high: Tensor
+    end: Tensor
+    starts: Tensor
+    safe: Tensor
+
+    @staticmethod
+    def of(problem: Problem, candidates: Candidates, part: Part) -> _Rows:
+        positions, size = problem.k.shape[1], candidates.sparse_block
+        low = part.of(problem.low).reshape(-1, 1)
+        high = part.of(problem.high).reshape(-1, 1)
+        end = part.of(candidates.end).reshape(-1).long().clamp(0, candidates.width)
+        blocks = part.of(candidates.blocks).reshape(low.shape[0], -1).long()
+        # Junk ids must not overflow; one block past either end is hidden all the same.
+        starts = blocks.clamp(-1, positions // size + 1) * size
+        if candidates.anchored:
+            starts += low % size
+        return _Rows(part, low, high, end, starts, starts.clamp(0, max(positions - size, 0)))
+
+    def in_order(self, size: int) -> bool:
+        """Whether the valid columns of every row are the positions themselves."""
+        column = torch.arange(self.starts.shape[1]) * size
+        return bool(((self.starts == column) | (column >= self.end[:, None])).all())
+
+
+def _gather_into(
+    out: Tensor, problem: Problem, candidates: Candidates, runs: KeyRuns, rows: _Rows
+) -> None:
+    """Scores of the valid columns of ``rows`` to ``out`` [R, W]; the others stay undefined."""
+    dtype, size = problem.dtype, candidates.sparse_block
+    heads, dim = problem.q.shape[2:]
+    count, width = out.shape
+    q = rows.part.of(problem.q).to(dtype).reshape(count, 1, heads, dim)
+    weights = rows.part.of(problem.weights).to(dtype).reshape(count, 1, heads)
+    item = torch.arange(rows.part.b0, rows.part.b1).repeat_interleave(rows.part.rows)
+    index = rows.safe + runs.base[item, None]
+    columns = max(size, gather_tile(heads, dim, dtype.itemsize))
+    row_step = max(1, min(count, columns // width))
+    block_step = max(1, columns // (row_step * size))
+    needed = ((rows.end + size - 1) // size).tolist()
+    tile = row_step * min(block_step, candidates.blocks.shape[2])
+    products = scratch(q, tile * size * heads, dtype)
+    taken = scratch(q, tile * size * dim, runs.keys.dtype)
+    converted = taken if taken.dtype == dtype else scratch(q, tile * size * dim, dtype)
+    for r0 in range(0, count, row_step):
+        r1 = min(r0 + row_step, count)
+        last = max(needed[r0:r1])
+        for n0 in range(0, last, block_step):
+            n1 = min(n0 + block_step, last)
+            some = index[r0:r1, n0:n1].reshape(-1)
+            used = some.shape[0] * size * dim
+            torch.index_select(runs.keys, 0, some, out=taken[:used].view(some.shape[0], size * dim))
+            if converted is not taken:
+                converted[:used].copy_(taken[:used])
+            keys = converted[:used].view(r1 - r0, (n1 - n0) * size, dim)
+            scores = head_sum(q[r0:r1], keys, weights[r0:r1], products)[:, 0]
+            out[r0:r1, n0 * size : n1 * size] = scores
+    if problem.scale != 1.0:
+        out.mul_(problem.scale)
+    if runs.factors is not None and runs.factor_base is not None:
+        place = (rows.safe + runs.factor_base[item, None]).view(-1)
+        out.mul_(runs.factors.index_select(0, place).view(count, width))
+
+
+def _read_off(out: Tensor, problem: Problem, candidates: Candidates, rows: _Rows) -> None:
+    """Dense scores of ``rows``, then the candidate columns of them to ``out`` [R, W]."""
+    size, part = candidates.sparse_block, rows.part
+    positions = max(problem.k.shape[1], size)
+    dense = scratch(out, out.shape[0] * positions, problem.dtype)
+    shape = (part.batch, part.rows, positions)
+    stop = int(rows.high.max())
+    dense_into(dense.view(shape)[..., :stop], problem, part, 0, stop, columns=True)
+    place = rows.safe + torch.arange(out.shape[0])[:, None] * positions
+    runs = _runs(dense.view(-1, 1), size)
+    torch.index_select(runs, 0, place.view(-1), out=out.view(-1, size))
+
+
+def _finish(out: Tensor, problem: Problem, candidates: Candidates, rows: _Rows) -> None:
+    """Puts blocks at the end of the keys right, then applies bias, mask, range and ``end``."""
+    size, part = candidates.sparse_block, rows.part
+    count, width = out.shape
+    inner = torch.arange(size)
+    first = torch.arange(rows.starts.shape[1]) * size
+    rough = (rows.starts < rows.low) | (rows.starts + size > rows.high)
+    rough &= first < rows.end[:, None]
+    row, block = rough.nonzero(as_tuple=True)
+    start = rows.starts[row, block][:, None]
+    blocks = out.view(count, -1, size)
+    if row.shape[0]:
+        moved = inner + start - rows.safe[row, block][:, None]
+        blocks[row, block] = blocks[row, block].gather(-1, moved.clamp_(0, size - 1))
+    if problem.bias is not None:
+        out.view(part.batch, part.rows, width).add_(part.of(problem.bias).to(out.dtype))
+    if problem.mask is not None:
+        out.view(part.batch, part.rows, width).masked_fill_(~part.of(problem.mask), NEG_INF)
+    if row.shape[0]:
+        place = start + inner
+        hidden = (place < rows.low[row]) | (place >= rows.high[row])
+        blocks[row, block] = blocks[row, block].masked_fill(hidden, NEG_INF)
+    if width <= _ROW_LOOP_WIDTH:
+        out.masked_fill_(torch.arange(width) >= rows.end[:, None], NEG_INF)
+    else:
+        for line, end in zip(out, rows.end.tolist(), strict=True):
+            line[end:] = NEG_INF
+
+
+def sparse_logits(problem: Problem, candidates: Candidates) -> Tensor:
+    """Scores [B, S, W] of the candidate columns, -inf where hidden and from ``end`` on.
+
+    Mask and bias of the problem are laid out by column.
+    """
+    batch, count, heads, dim = problem.q.shape
+    positions, width, size = problem.k.shape[1], candidates.width, candidates.sparse_block
+    out = torch.empty(batch, count, width, dtype=problem.dtype)
+    if out.numel() == 0:
+        return out
+    if positions == 0:
+        return out.fill_(NEG_INF)
+    runs: KeyRuns | None = None
+    columns = int(candidates.end.sum())
+    itemsize = problem.dtype.itemsize
+    budget = working_set() // 4
+    row_bytes = max(positions, size) * itemsize + 24 * candidates.blocks.shape[2]
+    row_bytes += heads * dim * itemsize
+    limit = dense_crossover(heads, dim)
+    for part in parts(problem.whole, rows_within(budget, row_bytes)):
+        rows = _Rows.of(problem, candidates, part)
+        target = part.of(out).view(-1, width)
+        valid = int(rows.end.sum())
+        seen = int((rows.high - rows.low).clamp_(min=0).sum())
+        if valid == 0:
+            target.fill_(NEG_INF)
+            continue
+        if seen > limit * valid:
+            runs = runs or key_runs(problem, size, columns)
+            _gather_into(target, problem, candidates, runs, rows)
+        elif rows.in_order(size):
+            stop = min(int(rows.end.max()), positions)
+            high = torch.minimum(problem.high, candidates.end.clamp(min=0))
+            dense_into(part.of(out)[..., :stop], problem, part, 0, stop, high=high, columns=True)
+        else:
+            _read_off(target, problem, candidates, rows)
+        _finish(target, problem, candidates, rows)
+    return out

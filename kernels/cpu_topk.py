@@ -1,0 +1,115 @@
+"""Exact top-k on the CPU whose ties fall to the lower column, and the filling of empty slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cpu_plan import Part, parts, rows_within, working_set
+from .reference import NEG_INF, accumulator
+
+
+def _equal(a: Tensor, b: Tensor) -> Tensor:
+    """Equality under the order of a top-k, where all NaNs are one value above +inf."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _lowest_of_tie(scores: Tensor, values: Tensor, order: Tensor) -> Tensor:
+    """Replaces the columns that share the last kept value by the lowest columns that have it."""
+    cut = values[:, -1:]
+    tied = _equal(values, cut)
+    need = tied.sum(-1, keepdim=True)
+    equal = _equal(scores, cut)
+    keep = equal & (equal.cumsum(-1, dtype=torch.int32) <= need)
+    # Row-major on both sides: the n-th tied slot of a row gets its n-th lowest tied column.
+    return order.masked_scatter(tied, keep.nonzero()[:, 1])
+
+
+def _order_ties(values: Tensor, order: Tensor) -> Tensor:
+    """Sorts the columns of equal values upwards; values are descending already."""
+    order, by_column = order.sort(dim=-1)
+    shuffled = values.gather(-1, by_column)
+    return order.gather(-1, shuffled.sort(dim=-1, descending=True, stable=True).indices)
+
+
+def ranked(scores: Tensor, topk: int, *, keep_all: bool = False) -> tuple[Tensor, Tensor]:
+    """Best columns of [R, W] scores: descending, NaN first, ties by column, -1 for -inf.
+
+    Args:
+        keep_all: -inf is a score like any other and keeps its column.
+
+    Returns:
+        values [R, min(topk, W)] and columns int64 of the same shape.
+    """
+    width = scores.shape[-1]
+    kept = min(topk, width)
+    if kept == 0 or scores.shape[0] == 0:
+        shape = (scores.shape[0], kept)
+        return scores.new_empty(shape), torch.empty(shape, dtype=torch.int64)
+    # One more than asked for shows whether the cut falls inside a tie.
+    values, order = torch.topk(scores, min(kept + 1, width), dim=-1)
+    rest, values = values[:, kept:], values[:, :kept].contiguous()
+    order = order[:, :kept].contiguous()
+    found = torch.ones_like(values, dtype=torch.bool) if keep_all else values != NEG_INF
+    if rest.shape[-1]:
+        cut = _equal(rest[:, 0], values[:, -1]) & found[:, -1]
+        rows = cut.nonzero()[:, 0]
+        step = rows_within(working_set() // 4, width * 16)
+        for i in range(0, rows.shape[0], step):
+            some = rows[i : i + step]
+            order[some] = _lowest_of_tie(scores[some], values[some], order[some])
+    tied = (_equal(values[:, 1:], values[:, :-1]) & found[:, 1:]).any(-1)
+    rows = tied.nonzero()[:, 0]
+    if rows.shape[0]:
+        order[rows] = _order_ties(values[rows], order[rows])
+    return values, order.masked_fill_(~found, -1)
+
+
+def best_columns(logits: Tensor, end: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Values [B, S, topk] and columns int32 of the best logits below ``end`` [B, S]."""
+    batch, count, width = logits.shape
+    dtype = accumulator(logits)
+    values = torch.full((batch, count, topk), NEG_INF, dtype=dtype)
+    columns = torch.full((batch, count, topk), -1, dtype=torch.int32)
+    kept = min(topk, width)
+    row_bytes = 24 * kept + (0 if logits.dtype == dtype else width * dtype.itemsize)
+    for part in parts(Part(0, batch, 0, count), rows_within(working_set() // 2, row_bytes)):
+        scores = part.of(logits).to(dtype).reshape(-1, width)
+        stop = part.of(end).reshape(-1, 1)
+        found, order = ranked(scores, topk)
+        # Columns past the end are -inf when they come from the scorer: look before masking.
+        beyond = (order >= stop).any(-1).nonzero()[:, 0]
+        step = rows_within(working_set() // 4, width * 2 * dtype.itemsize)
+        for i in range(0, beyond.shape[0], step):
+            rows = beyond[i : i + step]
+            hidden = torch.arange(width) >= stop[rows]
+            found[rows], order[rows] = ranked(scores[rows].masked_fill_(hidden, NEG_INF), topk)
+        part.of(values)[..., :kept] = found.view(part.batch, part.rows, kept)
+        part.of(columns)[..., :kept] = order.view(part.batch, part.rows, kept)
+    return values, columns
+
+
+def fill_empty(values: Tensor, indices: Tensor, positions: int, fill: float) -> None:
+    """Gives slots of index -1 the value ``fill`` and hidden positions, largest first, in place.
+
+    A row with m empty slots of k sees k - m positions only, so the last k positions of the context
+    hold m hidden ones at least: nothing else is looked at.
+
+    Args:
+        values: [R, k]; indices: [R, k] int64 with k <= positions.
+    """
+    topk = indices.shape[-1]
+    empty = indices < 0
+    rows = empty.any(-1).nonzero()[:, 0]
+    if rows.shape[0] == 0:
+        return
+    values.masked_fill_(empty, fill)
+    some, empty = indices[rows], empty[rows]
+    backwards = positions - 1 - some
+    outside = empty | (backwards >= topk)
+    hidden = torch.ones(some.shape[0], topk + 1, dtype=torch.bool)
+    hidden.scatter_(-1, backwards.masked_fill(outside, topk), False)
+    count = hidden[:, :topk].cumsum(-1)
+    turn = empty.cumsum(-1)
+    place = torch.searchsorted(count, turn)
+    indices[rows] = torch.where(empty, positions - 1 - place, some)
