@@ -187,8 +187,7 @@ def topk_remap(
     )
     wide = values.dtype if values.dtype == torch.float64 else torch.float32
     scores = values.to(wide, copy=True, memory_format=torch.contiguous_format)
-    slots = values.shape[-1]
-    fill_empty(scores.view(-1, slots), places.view(-1, slots), num_positions, fill_value(fill))
+    fill_empty(scores.flatten(0, 1), places.flatten(0, 1), num_positions, fill_value(fill))
     return scores, places
 
 

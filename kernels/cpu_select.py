@@ -162,7 +162,7 @@ def select_candidates(
                 bias=None if some.bias is None else some.bias.gather(-1, place),
             )
         logits = sparse_logits(some, Candidates(blocks, end, block_size, anchored))
-        found, column = _padded(*ranked(logits.view(-1, width), topk), topk)
+        found, column = _padded(*ranked(logits.flatten(0, 1), topk), topk)
         place = positions_of(
             column.view(part.batch, part.rows, topk),
             blocks,
@@ -170,7 +170,7 @@ def select_candidates(
             num_positions=positions,
             sparse_block=block_size,
             anchored=anchored,
-        ).view(-1, topk)
+        ).flatten(0, 1)
         fill_empty(found, place, positions, fill)
         part.of(values).copy_(found.view(part.batch, part.rows, topk))
         part.of(indices).copy_(place.view(part.batch, part.rows, topk))

@@ -170,8 +170,14 @@ def _read_off(out: Tensor, problem: Problem, candidates: Candidates, rows: _Rows
     torch.index_select(runs, 0, place.view(-1), out=out.view(-1, size))
 
 
-def _finish(out: Tensor, problem: Problem, candidates: Candidates, rows: _Rows) -> None:
-    """Puts blocks at the end of the keys right, then applies bias, mask, range and ``end``."""
+def _finish(
+    out: Tensor, problem: Problem, candidates: Candidates, rows: _Rows, *, moved: bool
+) -> None:
+    """Applies bias, mask, range and ``end`` to the scores of ``rows``.
+
+    Args:
+        moved: A block that would pass the end of the keys was read further left: put it right.
+    """
     size, part = candidates.sparse_block, rows.part
     count, width = out.shape
     inner = torch.arange(size)
@@ -181,9 +187,9 @@ def _finish(out: Tensor, problem: Problem, candidates: Candidates, rows: _Rows) 
     row, block = rough.nonzero(as_tuple=True)
     start = rows.starts[row, block][:, None]
     blocks = out.view(count, -1, size)
-    if row.shape[0]:
-        moved = inner + start - rows.safe[row, block][:, None]
-        blocks[row, block] = blocks[row, block].gather(-1, moved.clamp_(0, size - 1))
+    if moved and row.shape[0]:
+        source = inner + start - rows.safe[row, block][:, None]
+        blocks[row, block] = blocks[row, block].gather(-1, source.clamp_(0, size - 1))
     if problem.bias is not None:
         out.view(part.batch, part.rows, width).add_(part.of(problem.bias).to(out.dtype))
     if problem.mask is not None:
@@ -226,14 +232,16 @@ def sparse_logits(problem: Problem, candidates: Candidates) -> Tensor:
         if valid == 0:
             target.fill_(NEG_INF)
             continue
+        moved = True
         if seen > limit * valid:
             runs = runs or key_runs(problem, size, columns)
             _gather_into(target, problem, candidates, runs, rows)
         elif rows.in_order(size):
+            moved = False
             stop = min(int(rows.end.max()), positions)
             high = torch.minimum(problem.high, candidates.end.clamp(min=0))
             dense_into(part.of(out)[..., :stop], problem, part, 0, stop, high=high, columns=True)
         else:
             _read_off(target, problem, candidates, rows)
-        _finish(target, problem, candidates, rows)
+        _finish(target, problem, candidates, rows, moved=moved)
     return out

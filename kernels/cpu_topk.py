@@ -74,7 +74,7 @@ def best_columns(logits: Tensor, end: Tensor, topk: int) -> tuple[Tensor, Tensor
     kept = min(topk, width)
     row_bytes = 24 * kept + (0 if logits.dtype == dtype else width * dtype.itemsize)
     for part in parts(Part(0, batch, 0, count), rows_within(working_set() // 2, row_bytes)):
-        scores = part.of(logits).to(dtype).reshape(-1, width)
+        scores = part.of(logits).to(dtype).flatten(0, 1)
         stop = part.of(end).reshape(-1, 1)
         found, order = ranked(scores, topk)
         # Columns past the end are -inf when they come from the scorer: look before masking.

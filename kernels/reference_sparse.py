@@ -34,7 +34,7 @@ def candidate_expand(
     sub = ids[..., None] * ratio + torch.arange(ratio, device=ids.device)
     sub = torch.where(ids[..., None] < 0, -1, sub).flatten(-2)
     start = origin + sub * sparse_block
-    keep = (sub >= 0) & (start < high) & (start + sparse_block > low)
+    keep = (sub >= 0) & (start < high) & (start + sparse_block > low) & (low < high)
     sub = torch.where(keep, sub, total).sort(dim=-1).values
     repeat = torch.zeros_like(sub, dtype=torch.bool)
     repeat[..., 1:] = sub[..., 1:] == sub[..., :-1]
