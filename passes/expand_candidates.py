@@ -1,0 +1,143 @@
+"""Score candidates only: ``indexer_select`` with ids becomes expand, sparse logits, top-k, remap."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from dsa_compile.passes.assign_roles import Layout
+from dsa_compile.passes.axis_labels import Axes, Axis, LabelError, Labels
+from dsa_compile.passes.bind_sizes import bindings
+from dsa_compile.passes.context import PassContext, PassResult
+from dsa_compile.passes.gather_columns import ColumnGatherer
+from dsa_compile.passes.graph_tools import Emitter, ancestors, is_tensor, value
+from dsa_compile.passes.split_masks import mask_leaf
+
+_SELECT = "dsa.indexer_select.default"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Axes of a canonical ``[B, S, T]`` mask."""
+
+    labels: Labels
+    batch: Axis
+    rows: Axis
+    positions: Axis
+
+
+def sparse_block(block_size: int) -> int:
+    """Positions a sparse block: the largest of 16 and 8 that divides the candidate block, else it.
+
+    The sparse kernels take blocks of 8 or 16 positions; a candidate block of another size is
+    scored whole.
+    """
+    return next((n for n in (16, 8) if block_size % n == 0), block_size)
+
+
+def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
+    """Rewrite every ``dsa::indexer_select`` that has candidate ids; needs ``match_indexers``."""
+    graph = graph_module.graph
+    calls = [n for n in graph.nodes if str(n.target) == _SELECT and n.kwargs.get("block_ids") is not None]
+    for call in calls:
+        _expand(graph, call)
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+    return PassResult(graph_module, bool(calls))
+
+
+def _expand(graph: fx.Graph, call: fx.Node) -> None:
+    emit = Emitter(graph, call)
+    given = dict(call.kwargs)
+    query, key, weights = call.args
+    assert isinstance(key, fx.Node)
+    start, end = given.get("row_start"), given.get("row_end")
+    block_size = given["block_size"]
+    assert isinstance(block_size, int)
+    size = sparse_block(block_size)
+    anchored = bool(given.get("anchored", False))
+    total = emit.size(key, 1)
+    expanded = emit(
+        torch.ops.dsa.candidate_expand.default,
+        given["block_ids"],
+        start,
+        end,
+        num_positions=total,
+        block_size=block_size,
+        sparse_block=size,
+        anchored=anchored,
+    )
+    blocks, valid = emit(operator.getitem, expanded, 0), emit(operator.getitem, expanded, 1)
+    extra: dict[str, object] = {}
+    if given.get("mask") is not None or given.get("bias") is not None:
+        columns = emit(
+            torch.ops.dsa.candidate_columns.default,
+            blocks,
+            start,
+            num_positions=total,
+            sparse_block=size,
+            anchored=anchored,
+        )
+        for name in ("mask", "bias"):
+            if isinstance(given.get(name), fx.Node):
+                extra[name] = _at_columns(emit, given[name], columns)  # type: ignore[arg-type]
+    logits = emit(
+        torch.ops.dsa.sparse_mqa_logits.default,
+        query,
+        key,
+        weights,
+        blocks,
+        valid,
+        sparse_block=size,
+        scale=given["scale"],
+        key_scale=given.get("key_scale"),
+        row_start=start,
+        row_end=end,
+        anchored=anchored,
+        **extra,
+    )
+    picked = emit(
+        torch.ops.dsa.topk.default, logits, valid, topk=given["topk"], sorted=given.get("sorted", True)
+    )
+    values, columns = emit(operator.getitem, picked, 0), emit(operator.getitem, picked, 1)
+    mapped = emit(
+        torch.ops.dsa.topk_remap.default,
+        values,
+        columns,
+        blocks,
+        start,
+        num_positions=total,
+        sparse_block=size,
+        anchored=anchored,
+        fill=given.get("fill", float("-inf")),
+    )
+    call.replace_all_uses_with(mapped)
+
+
+def _at_columns(emit: Emitter, mask: fx.Node, columns: fx.Node) -> fx.Node:
+    """A canonical mask at the candidate columns, re-evaluated there where its ops allow it."""
+    cone = [n for n in ancestors([mask], mask_leaf) if is_tensor(n)]
+    bound = bindings(cone, mask, count=1)
+    if not bound:
+        return _gathered(emit, mask, columns)
+    labels = Labels(bound[0])
+    axes: Axes = [labels.fresh(s) for s in bound[0].shape(mask)]
+    labels.of[mask] = axes
+    frame = Frame(labels, axes[0], axes[1], axes[2])
+    gatherer = ColumnGatherer(Layout(labels, emit), frame, columns)
+    try:
+        return gatherer.gather(mask, axes)
+    except LabelError:
+        return _gathered(emit, mask, columns)
+
+
+def _gathered(emit: Emitter, mask: fx.Node, columns: fx.Node) -> fx.Node:
+    lead = [emit.size(columns, d) for d in (0, 1)]
+    whole = emit(torch.ops.aten.expand.default, mask, [*lead, emit.size(mask, 2)])
+    return emit(torch.ops.aten.gather.default, whole, -1, columns)
+
+
+__all__ = ["run", "sparse_block", "value"]

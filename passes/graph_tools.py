@@ -1,0 +1,169 @@
+"""Small facts about FX nodes that every pass needs: op names, views, ancestors, emission."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze"}
+    | {"expand", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "flatten"}
+    | {"unflatten", "numpy_T", "mT", "_reshape_copy", "movedim"}
+)
+CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
+CONTRACTIONS = frozenset({"mm", "bmm", "matmul", "einsum", "linear", "mv", "dot", "addmm", "baddbmm"})
+_OPERATORS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
+SELECTIONS = frozenset({"topk", "sort", "argsort"})
+HEAVY = CONTRACTIONS | frozenset(
+    {"amax", "max", "amin", "min", "softmax", "_softmax", "_safe_softmax", "native_layer_norm"}
+    | {"layer_norm", "rms_norm", "_fused_rms_norm", "embedding", "convolution", "grouped_mm"}
+    | {"scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"}
+)
+
+
+def op_name(node: object) -> str:
+    """The op of a node without namespace and overload (``"topk"``), ``""`` for other nodes."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[-1]
+        return _OPERATORS.get(name, name)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target).split(".")[-1]
+    return getattr(target, "__name__", str(target))
+
+
+def namespace(node: fx.Node) -> str:
+    """The namespace of a node's op (``"aten"``), ``""`` where it has none."""
+    target = node.target
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def value(node: object) -> Any:
+    """The example value that capture recorded for a node, or the object itself."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def is_tensor(node: object) -> bool:
+    """Whether an argument is a node holding one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node holds a symbolic number, whose value a binding of symbols gives."""
+    return isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """dtype of a tensor node."""
+    dtype = value(node).dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def is_float(node: object) -> bool:
+    """Whether an argument is a node holding a floating-point tensor."""
+    return is_tensor(node) and dtype_of(node).is_floating_point  # type: ignore[arg-type]
+
+
+def is_upcast(node: fx.Node) -> bool:
+    """Whether a node only widens a float dtype (or keeps it), so that no value changes."""
+    if op_name(node) not in CASTS or not is_tensor(node.args[0]):
+        return False
+    before, after = dtype_of(node.args[0]), dtype_of(node)  # type: ignore[arg-type]
+    if before == after:
+        return True
+    if not (before.is_floating_point and after.is_floating_point):
+        return False
+    return torch.promote_types(before, after) == after and torch.finfo(before).bits < (
+        torch.finfo(after).bits
+    )
+
+
+def is_view(node: object) -> bool:
+    """Whether a node rearranges a tensor's elements without changing any."""
+    return op_name(node) in VIEWS
+
+
+def tensor_args(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a node's arguments that hold tensors."""
+    return [n for n in node.all_input_nodes if is_tensor(n)]
+
+
+def selection_root(node: fx.Node) -> fx.Node | None:
+    """The top-k or sort whose output a node is, looking through ``getitem``; else None."""
+    if op_name(node) == "getitem" and op_name(node.args[0]) in SELECTIONS:
+        assert isinstance(node.args[0], fx.Node)
+        return node.args[0]
+    return node if op_name(node) == "argsort" else None
+
+
+def ancestors(
+    targets: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda _: False
+) -> list[fx.Node]:
+    """Targets and what they depend on, in no order; nothing above a node that ``stop`` names."""
+    seen: dict[fx.Node, None] = {}
+    stack = list(targets)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen[node] = None
+        if not stop(node):
+            stack.extend(node.all_input_nodes)
+    return list(seen)
+
+
+def where_in_model(node: fx.Node) -> str:
+    """``file:line`` of the model's statement that made a node, or the node's name."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
+    if not lines:
+        return node.name
+    parts = lines[-1].split(", ")
+    return parts[0][len("File ") :].strip('"') + ":" + parts[1].removeprefix("line ")
+
+
+class Emitter:
+    """Adds call nodes after a place in a graph, each with its fake value.
+
+    Every emitted node carries ``meta["val"]``, so that later passes see shapes and dtypes.
+    """
+
+    def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
+        self.graph = graph
+        self.after = after
+        self.trace = after.meta.get("stack_trace", "")
+        self.mode = next(
+            (v.fake_mode for v in _fakes(graph) if hasattr(v, "fake_mode")), None
+        )
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_after(self.after):
+            node = self.graph.call_function(target, args, kwargs)
+        self.after = node
+        plain_args, plain_kwargs = fx.map_arg((args, kwargs), value)
+        if self.mode is None:
+            node.meta["val"] = target(*plain_args, **plain_kwargs)
+        else:
+            with self.mode, torch.no_grad():
+                node.meta["val"] = target(*plain_args, **plain_kwargs)
+        node.meta["stack_trace"] = self.trace
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> fx.Node | int:
+        """The size of a dim as an argument: an int where static, else a ``sym_size`` node."""
+        extent = value(node).shape[dim]
+        return extent if isinstance(extent, int) else self(aten.sym_size.int, node, dim)
+
+
+def _fakes(graph: fx.Graph) -> Iterator[torch.Tensor]:
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            yield node.meta["val"]

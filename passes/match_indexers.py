@@ -1,0 +1,313 @@
+"""Match indexers: propose by structure, accept by behaviour, replace by ``dsa::indexer_select``.
+
+Every selection of the graph is looked at and gets a :class:`Site`; nothing is replaced that a
+probe has not shown to be equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx as fx
+
+import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
+from dsa_compile.passes.assign_roles import Layout, Roles, assign_roles
+from dsa_compile.passes.axis_labels import LabelError
+from dsa_compile.passes.bind_sizes import Binding, bindings
+from dsa_compile.passes.build_call import CallBuilder
+from dsa_compile.passes.check_slots import check_leak
+from dsa_compile.passes.context import PassContext, PassResult
+from dsa_compile.passes.graph_tools import (
+    Emitter,
+    ancestors,
+    aten,
+    dtype_of,
+    is_float,
+    is_tensor,
+    op_name,
+    selection_root,
+    value,
+    where_in_model,
+)
+from dsa_compile.passes.match_publishers import Publisher, read_publisher
+from dsa_compile.passes.prove_candidates import CandidateProver, Candidates, block_hint, with_atom
+from dsa_compile.passes.prove_indexer import IndexerProver
+from dsa_compile.passes.read_selection import (
+    Selection,
+    constant_k,
+    read_selection,
+    same_slots,
+    selections,
+)
+from dsa_compile.passes.run_probe import TooLarge, memory, needed
+from dsa_compile.passes.sites import Site, SitePair
+from dsa_compile.passes.split_masks import Masks, Term, is_candidate, mask_leaf, split_masks
+from dsa_compile.passes.trace_scores import Refusal, ScoreTrace, Walker
+
+
+@dataclass
+class _Looked:
+    """How far one site got; filled in as the matching goes on, for the report."""
+
+    kind: str = "single"
+    heads: int | None = None
+    head_dim: int | None = None
+    block_size: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
+    """Replace every proven indexer of a functional ATen graph.
+
+    Args:
+        graph_module: changed in place.
+        context: its recorder receives one :class:`Site` a selection and one pair a replacement.
+    """
+    graph = graph_module.graph
+    walker = Walker()
+    found = selections(graph)
+    scores = {n.args[0] for n in found}
+    ranked = [n for n in found if not _ranks_blocks(n, scores)]  # type: ignore[arg-type]
+    results: list[tuple[Site, SitePair | None]] = []
+    # Later sites first: a consumer is proven on its source's own selection, before that is replaced.
+    for node in reversed(ranked):
+        results.append(_look_at(graph, node, walker, context))
+    for site, pair in reversed(results):
+        if pair is not None:
+            context.recorder.pairs.append(replace(pair, site=len(context.recorder.sites)))
+        context.recorder.sites.append(site)
+    changed = any(pair is not None for _, pair in results)
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+    return PassResult(graph_module, changed)
+
+
+def _look_at(
+    graph: fx.Graph, node: fx.Node, walker: Walker, context: PassContext
+) -> tuple[Site, SitePair | None]:
+    """Match one selection; a refusal leaves the graph as it was and becomes the site's reason."""
+    looked = _Looked()
+    where = where_in_model(node)
+    try:
+        selection = read_selection(node)
+        site, pair = _Matcher(graph, selection, walker, context, looked).match()
+        return replace(site, where=where), pair
+    except Refusal as refusal:
+        k = constant_k(node.args[1]) if op_name(node) == "topk" else None  # type: ignore[arg-type]
+        site = Site(
+            looked.kind,
+            "kept",
+            where,
+            looked.heads,
+            looked.head_dim,
+            looked.block_size,
+            k,
+            reason=refusal.reason,
+            counterexample=refusal.counterexample,
+            progress=refusal.progress,
+        )
+        return site, None
+
+
+def _ranks_blocks(node: fx.Node, scores: set[fx.Node]) -> bool:
+    """Whether a selection ranks maxima over blocks of scores that another selection ranks."""
+    stack, seen = [node.args[0]], set()
+    while stack:
+        top = stack.pop()
+        if not isinstance(top, fx.Node) or top in seen or len(seen) > 48:
+            continue
+        seen.add(top)
+        if top in scores and top is not node.args[0]:
+            return any(op_name(n) in ("amax", "max", "max_pool1d") for n in seen)
+        if is_float(top) or op_name(top) == "max":
+            stack.extend(n for n in top.all_input_nodes if selection_root(n) is None)
+    return False
+
+
+class _Matcher:
+    """Matches one selection; raises Refusal where it is no proven indexer."""
+
+    def __init__(
+        self, graph: fx.Graph, selection: Selection, walker: Walker, context: PassContext, looked: _Looked
+    ) -> None:
+        self.graph, self.selection, self.walker = graph, selection, walker
+        self.options, self.provider = context.options, context.provider
+        self.looked = looked
+
+    def match(self) -> tuple[Site, SitePair]:
+        """Propose, prove and replace."""
+        trace = self.walker.trace(self.selection.score)
+        bound = self._bind(trace)
+        roles = assign_roles(trace, bound[0])
+        self.looked.heads = roles.labels.extent(roles.heads)
+        self.looked.head_dim = roles.labels.extent(roles.dims)
+        try:
+            masks = split_masks(trace, roles)
+        except LabelError as error:
+            raise Refusal(f"axes of a mask cannot be followed: {error}", 5) from None
+        if masks.candidate:
+            self.looked.kind = "consumer"
+        publisher, guards, gathers = self._users(trace, roles, masks)
+        if publisher is not None:
+            self.looked.kind, self.looked.block_size = "source", publisher.block_size
+        candidates = self._candidates(trace, roles, masks)
+        builder = CallBuilder(self.graph, trace, roles, masks, self.selection)
+        try:
+            call = builder.build(candidates)
+            self._prove(trace, bound, roles, call)
+            if candidates is not None:
+                note = check_leak(
+                    self.selection,
+                    candidates,
+                    guards,
+                    only_end_bound=call.kwargs.get("mask") is None and call.kwargs.get("bias") is None,
+                    has_start_bound=call.kwargs.get("row_start") is not None,
+                )
+                self.looked.notes += (note,)
+            if publisher is not None:
+                publisher.prove(builder, call)
+        except LabelError as error:
+            builder.undo()
+            raise Refusal(f"axes cannot be followed: {error}", 5) from None
+        except Refusal:
+            builder.undo()
+            raise
+        return self._replace(builder, call, publisher, gathers)
+
+    def _bind(self, trace: ScoreTrace) -> list[Binding]:
+        masks = [e.mask for e in trace.masks]
+        leaves = ancestors(masks, mask_leaf)
+        operands = [n for p in trace.products for n in p[1:]] + trace.weights + trace.factors
+        nodes = [n for n in [*trace.path, *leaves, *operands] if value(n) is not None and (
+            is_tensor(n) or isinstance(value(n), torch.SymInt)
+        )]
+        members = tuple(Term(m, (), True) for m in masks if is_candidate(Term(m, (), True)))
+        found = bindings(nodes, trace.score, at_least=block_hint(members) if members else 0)
+        if not found:
+            raise Refusal("no small sizes satisfy the guards of the graph", 5)
+        size = memory([*trace.path, *leaves], found[0])
+        if size > self.options.probe_memory_bytes:
+            raise Refusal(
+                f"its static sizes need {size / 2**30:.1f} GiB to probe, more than the budget of "
+                f"{self.options.probe_memory_bytes / 2**30:.1f} GiB: make them dynamic or raise "
+                "probe_memory_bytes",
+                5,
+            )
+        return found
+
+    def _users(
+        self, trace: ScoreTrace, roles: Roles, masks: Masks
+    ) -> tuple[Publisher | None, set[fx.Node], list[fx.Node]]:
+        """Who else reads the scores: gathers at the picks, a publisher, or someone that forbids it."""
+        selection = self.selection
+        gathers = [
+            u for u in trace.score.users
+            if op_name(u) == "gather" and u.args[0] is trace.score and same_slots(u.args[2], selection)
+        ]
+        seen = {
+            n: e.mask for e in trace.masks for n in self._visibility(e.mask)
+        }
+        whole = len(trace.masks) == 1
+        shown = [
+            u for n in seen for u in n.users
+            if whole and op_name(u) == "gather" and u.args[0] is n and same_slots(u.args[2], selection)
+        ]
+        self.shown = shown
+        guards = {*selection.values, *gathers, *shown}
+        extra = [u for u in trace.score.users if u is not selection.node and u not in gathers]
+        for node in trace.path:
+            if node is trace.score:
+                continue
+            for user in node.users:
+                if user not in trace.path and not _only_shape(user) and not self._own_compare(user, trace):
+                    raise Refusal(f"its scores are also used by {op_name(user) or user.op} at {where_in_model(user)}", 6)
+        if not extra:
+            return None, guards, gathers
+        publisher = read_publisher(trace.score, extra, roles)
+        return publisher, guards, gathers
+
+    @staticmethod
+    def _own_compare(user: fx.Node, trace: ScoreTrace) -> bool:
+        """A comparison that belongs to a relu spelled ``where(x > 0, x, 0)``."""
+        return op_name(user) in ("gt", "ge", "lt", "le") and all(u in trace.path for u in user.users)
+
+    @staticmethod
+    def _visibility(mask: fx.Node) -> list[fx.Node]:
+        """Boolean nodes that are a mask's whole visibility: the mask, or what it negates."""
+        negated = op_name(mask) in ("bitwise_not", "logical_not")
+        return [mask.args[0]] if negated else [mask]  # type: ignore[list-item]
+
+    def _candidates(self, trace: ScoreTrace, roles: Roles, masks: Masks) -> Candidates | None:
+        if not masks.candidate:
+            return None
+        own = set(trace.relus)
+        for term in masks.candidate:
+            cone = ancestors([term.node])
+            if own & set(cone):
+                raise Refusal("the candidates come from the layer's own scores", 7)
+        if len(masks.candidate) > 1:
+            raise Refusal("more than one mask looks like candidate blocks", 7)
+        prover = CandidateProver(masks.candidate[0], roles, self.options.seed)
+        found = prover.prove()
+        self.looked.block_size = found.block_size
+        return with_atom(found, roles)
+
+    def _prove(self, trace: ScoreTrace, bound: list[Binding], roles: Roles, call: fx.Node) -> None:
+        targets = [trace.score, *call.all_input_nodes]
+        leaves = [roles.query, roles.key, roles.weights, *([roles.key_scale] if roles.key_scale else [])]
+        size = memory(needed(targets, leaves), bound[0]) if len(bound) == 1 else 0
+        if size > self.options.probe_memory_bytes:
+            raise TooLarge
+        prover = IndexerProver(trace, call, self.options.seed + 1)
+        prover.check(roles, self.options.draws)
+        for other in bound[1:]:
+            prover.check(assign_roles(trace, other), self.options.draws)
+        if prover.scale is None:
+            raise Refusal("no probe showed a single score", 9)
+        call.kwargs = {**call.kwargs, "scale": prover.scale}
+
+    def _replace(
+        self, builder: CallBuilder, call: fx.Node, publisher: Publisher | None, gathers: list[fx.Node]
+    ) -> tuple[Site, SitePair]:
+        selection, trace = self.selection, builder.trace
+        old_name = selection.indices[0].name if selection.indices else selection.node.name
+        if publisher is not None:
+            call = publisher.replace(builder, call)
+        values, indices = builder.outputs(call)
+        device = value(indices).device
+        for node in selection.indices:
+            node.replace_all_uses_with(_as(builder.emit, indices, dtype_of(node)))
+        for node in selection.values:
+            node.replace_all_uses_with(_as(builder.emit, values, dtype_of(node)))
+        for node in gathers:
+            shape_like = _as(builder.emit, values, dtype_of(node))
+            node.replace_all_uses_with(shape_like)
+        for node in self.shown:
+            fill = call.kwargs.get("fill", float("-inf"))
+            node.replace_all_uses_with(builder.emit(aten.gt.Scalar, values, fill))
+        del device
+        candidates = call.kwargs.get("block_ids") is not None
+        kind = "consumer" if candidates else "source" if publisher is not None else "single"
+        site = Site(
+            kind,
+            "rewritten" if candidates else "fused",
+            "",
+            self.looked.heads,
+            self.looked.head_dim,
+            self.looked.block_size,
+            constant_k(selection.k),
+            provider=self.provider,
+            notes=self.looked.notes,
+            progress=10,
+        )
+        return site, SitePair(0, trace.score.name, old_name, indices.name)
+
+
+def _as(emit: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if dtype_of(node) == dtype else emit(aten._to_copy.default, node, dtype=dtype)
+
+
+def _only_shape(user: fx.Node) -> bool:
+    """Users that read sizes or fill a tensor of the same shape, not scores."""
+    return op_name(user) in ("sym_size", "full_like", "zeros_like", "ones_like", "empty_like", "_assert_tensor_metadata", "new_full", "new_zeros", "new_ones", "new_empty", "dim", "sym_numel")

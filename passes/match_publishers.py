@@ -1,0 +1,217 @@
+"""Match what a source layer publishes: block maxima of its scores and the best blocks of them."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from dsa_compile.passes.assign_roles import Roles
+from dsa_compile.passes.build_call import CallBuilder
+from dsa_compile.passes.graph_tools import (
+    aten,
+    dtype_of,
+    is_float,
+    is_tensor,
+    is_view,
+    op_name,
+    value,
+    where_in_model,
+)
+from dsa_compile.passes.prove_candidates import draw_masks, mask_leaves
+from dsa_compile.passes.recognise_ops import constant_of
+from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate, needed
+from dsa_compile.passes.trace_scores import Refusal
+
+_SHAPING = frozenset({"pad", "constant_pad_nd", "slice", "_to_copy", "to"})
+
+
+@dataclass
+class Publisher:
+    """The block maxima of a source and, where proven, its pinned top blocks.
+
+    Attributes:
+        score: the masked scores.
+        maxima: node holding one maximum a block.
+        block_size: positions a block.
+        ranked: input of the block selection if it is the maxima, pinned or plain; else None.
+        selection: the block selection, None where only the maxima are replaced.
+        pinned: condition and value of the pin, if any.
+    """
+
+    score: fx.Node
+    maxima: fx.Node
+    block_size: int
+    ranked: fx.Node | None = None
+    selection: fx.Node | None = None
+    pinned: tuple[fx.Node, float] | None = None
+    newest: bool = field(default=False)
+
+    def prove(self, builder: CallBuilder, call: fx.Node) -> None:
+        """Run the model's block maxima on drawn scores and compare; then its pin.
+
+        Raises:
+            Refusal: the maxima are not those of contiguous blocks from position 0.
+        """
+        roles = builder.roles
+        binding = roles.labels.binding
+        total = roles.labels.extent(roles.positions)
+        draw = Draw(torch.Generator().manual_seed(11), total)
+        shape = binding.shape(self.score)
+        fill = call.kwargs.get("fill", float("-inf"))
+        pin = self.pinned[0] if self.pinned else None
+        end = call.kwargs.get("row_end")
+        extra = [n for n in (pin, end) if isinstance(n, fx.Node)]
+        leaves = mask_leaves([*extra])
+        for _ in range(2):
+            scores = draw.normal(shape, torch.float32)
+            scores = scores.masked_fill(~draw.boolean(shape), fill).to(dtype_of(self.score))  # type: ignore[arg-type]
+            env = draw_masks(leaves, draw, binding, special={self.score: scores})
+            env.pop(self.maxima, None)
+            try:
+                values = evaluate(needed([self.maxima, *extra], env), env, binding)
+            except ProbeError as error:
+                raise Refusal(f"the block maxima cannot be probed: {error}", 7) from None
+            blocks = -(-total // self.block_size)
+            padded = torch.nn.functional.pad(scores.float(), (0, blocks * self.block_size - total), value=fill)  # type: ignore[arg-type]
+            expected = padded.unflatten(-1, (blocks, self.block_size)).amax(-1)
+            got = values[self.maxima].float()
+            if got.shape != expected.shape or not torch.equal(got, expected):
+                raise Refusal("what it publishes is not the maximum of contiguous blocks", 7)
+            if self.pinned is not None and not self._pins_newest(values, roles, total, end, blocks):
+                self.pinned, self.selection, self.ranked = None, None, None
+
+    def _pins_newest(self, values: dict, roles: Roles, total: int, end: object, blocks: int) -> bool:  # type: ignore[type-arg]
+        if len(roles.lead) != len(roles.batch) + len(roles.rows) or self.pinned is None:
+            return False
+        pin = values[self.pinned[0]]
+        lead = [roles.labels.extent(a) for a in roles.lead]
+        pin = pin.broadcast_to((*lead, blocks))
+        eager = EagerLayout(roles.labels)
+        last = values[end] if isinstance(end, fx.Node) else torch.full((1, 1), total)
+        size = (roles.labels.extent(roles.batch), roles.labels.extent(roles.rows))
+        axes = [list(roles.batch), list(roles.rows)]
+        last = eager.canonical(last.broadcast_to(size), axes, list(roles.lead))  # type: ignore[arg-type]
+        newest = torch.div(last.clamp(max=total) - 1, self.block_size, rounding_mode="floor")  # type: ignore[attr-defined]
+        inside = (newest.unsqueeze(-1) == torch.arange(blocks)).broadcast_to(pin.shape)
+        self.newest = bool(torch.equal(pin, inside))
+        return self.newest
+
+    def replace(self, builder: CallBuilder, call: fx.Node) -> fx.Node:
+        """Swap the canonical call for one that also gives the maxima or the best blocks."""
+        emit = builder.emit
+        emit.after = call
+        kwargs = {k: v for k, v in call.kwargs.items() if k not in ("block_ids", "anchored")}
+        kwargs["block_size"] = self.block_size
+        if self.selection is not None:
+            kwargs["num_blocks"] = self.selection.args[1]
+            number = self.selection.args[1]
+            if isinstance(number, fx.Node) and number > emit.after:
+                emit.after = number
+            kwargs["pin_newest"] = self.pinned is not None
+            if self.pinned is not None:
+                kwargs["pin_value"] = self.pinned[1]
+            new = emit(torch.ops.dsa.indexer_publish.default, *call.args, **kwargs)
+            for use in [u for u in self.selection.users if op_name(u) == "getitem"]:
+                out = builder.restore(emit(operator.getitem, new, 2 + use.args[1]))  # type: ignore[operator]
+                if dtype_of(out) != dtype_of(use):
+                    out = emit(aten._to_copy.default, out, dtype=dtype_of(use))
+                use.replace_all_uses_with(out)
+        else:
+            new = emit(torch.ops.dsa.indexer_block_max.default, *call.args, **kwargs)
+            out = builder.restore(emit(operator.getitem, new, 2))
+            if dtype_of(out) != dtype_of(self.maxima):
+                out = emit(aten._to_copy.default, out, dtype=dtype_of(self.maxima))
+            self.maxima.replace_all_uses_with(out)
+        return new
+
+
+def read_publisher(score: fx.Node, extra: list[fx.Node], roles: Roles) -> Publisher:
+    """Propose the publisher that the scores' other users are part of.
+
+    Raises:
+        Refusal: another user reads the scores, which are then needed whole.
+    """
+    if len(extra) != 1:
+        raise Refusal(_also(extra[0]), 6)
+    node, block = extra[0], None
+    while True:
+        name = op_name(node)
+        if name in ("amax", "max"):
+            break
+        if name in ("pad", "constant_pad_nd"):
+            pads = node.args[1]
+            fill = constant_of(node.args[-1]) if len(node.args) > 2 else 0.0
+            if len(pads) != 2 or fill is None or fill > -6e4:  # type: ignore[arg-type]
+                raise Refusal(_also(node), 6)
+        elif not (is_view(node) or name in _SHAPING):
+            raise Refusal(_also(extra[0]), 6)
+        if len(node.users) != 1:
+            raise Refusal(_also(next(iter(node.users), node)), 6)
+        block = value(node).shape[-1] if is_tensor(node) else None
+        node = next(iter(node.users))
+    if op_name(node) == "max":
+        gets = list(node.users)
+        if len(gets) != 1 or gets[0].args[1] != 0:
+            raise Refusal(_also(node), 6)
+        block = value(node.args[0]).shape[-1]
+        node = gets[0]
+    else:
+        block = value(node.args[0]).shape[-1]
+    size = _block_size(block, roles)
+    if size is None:
+        raise Refusal("the size of the published blocks is no constant", 6)
+    publisher = Publisher(score, node, size)
+    _read_ranking(publisher)
+    return publisher
+
+
+def _block_size(block: object, roles: Roles) -> int | None:
+    if isinstance(block, int):
+        return block
+    try:
+        return int(roles.labels.binding.extent(block))
+    except (ValueError, TypeError):
+        return None
+
+
+def _read_ranking(publisher: Publisher) -> None:
+    """Note the block selection when the maxima feed it alone, pinned or plain."""
+    users = [u for u in publisher.maxima.users if not _shape_only(u)]
+    if len(users) != 1:
+        return
+    user, ranked = users[0], publisher.maxima
+    if op_name(user) in ("where", "masked_fill"):
+        if op_name(user) == "masked_fill":
+            cond, filled, kept = user.args[1], user.args[2], user.args[0]
+        else:
+            cond, filled, kept = user.args[:3]
+        number = constant_of(filled)
+        if kept is not publisher.maxima or number is None or number < 6e4 or not isinstance(cond, fx.Node):
+            return
+        publisher.pinned, ranked = (cond, number), user
+        users = [u for u in ranked.users if not _shape_only(u)]
+        if len(users) != 1:
+            publisher.pinned = None
+            return
+        user = users[0]
+    rank = value(ranked).dim()
+    dim = user.args[2] if len(user.args) > 2 else -1
+    largest = user.args[3] if len(user.args) > 3 else True
+    if op_name(user) == "topk" and user.args[0] is ranked and dim in (-1, rank - 1) and largest:
+        publisher.ranked, publisher.selection = ranked, user
+    else:
+        publisher.pinned = None
+
+
+def _shape_only(user: fx.Node) -> bool:
+    return op_name(user) in ("sym_size", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones")
+
+
+def _also(user: fx.Node) -> str:
+    return f"its scores are also used by {op_name(user) or user.op} at {where_in_model(user)}"
+
+
+__all__ = ["Publisher", "is_float", "read_publisher"]

@@ -1,0 +1,275 @@
+"""Prove that a mask term is membership in candidate blocks: which ids, of which size.
+
+A term is accepted when, on drawn ids, it shows exactly the positions whose block number is among
+them. What counts as an unused id is found the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx as fx
+
+from dsa_compile.passes.assign_roles import Layout, Roles
+from dsa_compile.passes.axis_labels import Axes
+from dsa_compile.passes.bind_sizes import Binding
+from dsa_compile.passes.graph_tools import (
+    ancestors,
+    aten,
+    dtype_of,
+    is_float,
+    is_tensor,
+    op_name,
+    selection_root,
+    value,
+)
+from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate, needed
+from dsa_compile.passes.split_masks import Term, mask_leaf
+from dsa_compile.passes.trace_scores import Refusal
+
+_WILD = ("holes", "twice", "beyond")
+_MAX_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The ids behind a membership term.
+
+    Attributes:
+        ids: integer node, its last dim the published ids.
+        valid: boolean node of the same shape, True where an id is used; None if ids say it (< 0).
+        axes: atoms of the ids' dims.
+        block_size: positions a block.
+        root: the selection that made the ids in this graph, None where they come from outside.
+    """
+
+    ids: fx.Node
+    valid: fx.Node | None
+    axes: tuple[tuple[int, ...], ...]
+    block_size: int
+    root: fx.Node | None
+
+    def emit(self, layout: Layout, roles: Roles) -> fx.Node:
+        """The ids as one ``[B|1, S|1, C]`` node, -1 where unused."""
+        node = self.ids
+        if self.valid is not None:
+            node = layout.emit(aten.where.ScalarOther, self.valid, node, -1)
+        axes: Axes = [list(a) for a in self.axes]
+        return layout.canonical(node, axes, [roles.batch, roles.rows, axes[-1]])
+
+
+def mask_leaves(targets: list[fx.Node]) -> list[fx.Node]:
+    """Tensors at which the reading of these masks stops, constants left out."""
+    cone = ancestors(targets, mask_leaf)
+    return [n for n in cone if mask_leaf(n) and is_tensor(n) and n.op != "get_attr"]
+
+
+def draw_masks(
+    leaves: list[fx.Node], draw: Draw, binding: Binding, *, special: dict[fx.Node, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
+    """Values for the leaves of masks; ``special`` gives some of them."""
+    env: dict[fx.Node, torch.Tensor] = dict(special)
+    roots: dict[fx.Node, dict[str, torch.Tensor]] = {}
+    for node in leaves:
+        if node in env:
+            continue
+        shape = binding.shape(node)
+        root = selection_root(node)
+        if root is not None:
+            if root not in roots:
+                roots[root] = draw.selection(root, binding)
+            env[node] = roots[root]["values" if is_float(node) else "indices"].to(dtype_of(node))
+        elif dtype_of(node) == torch.bool:
+            env[node] = draw.boolean(shape)
+        elif is_float(node):
+            env[node] = draw.addend(shape, dtype_of(node))
+        else:
+            env[node] = draw.integer(shape, dtype_of(node), draw.positions)
+    return env
+
+
+def _hints(cone: list[fx.Node], binding: Binding) -> list[int]:
+    """Integers that a block size may be: literals and static extents inside the term."""
+    found: set[int] = set()
+    for node in cone:
+        for arg in node.args:
+            found |= {a for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if type(a) is int}
+        if is_tensor(node):
+            found |= {s for s in value(node).shape if isinstance(s, int)}
+    return sorted(n for n in found if 1 <= n <= _MAX_BLOCK)
+
+
+def block_hint(terms: tuple[Term, ...]) -> int:
+    """A number of positions that spans a few blocks, whatever the block size turns out to be."""
+    sizes: set[int] = set()
+    for node in ancestors([t.node for t in terms], mask_leaf):
+        name, literal = op_name(node), None
+        if name in ("floor_divide", "div", "mul", "repeat_interleave", "remainder"):
+            literal = [a for a in node.args[1:] if type(a) is int]
+        elif name in ("view", "expand", "reshape", "arange", "unflatten"):
+            literal = [a for arg in node.args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        sizes |= {a for a in literal or [] if type(a) is int and 2 <= a <= 256}
+    return 3 * max(sizes, default=8) + 1
+
+
+def _orders(roles: Roles, rank: int) -> list[Axes]:
+    """Ways in which leading dims of ids may be the rows of the scores."""
+    canonical = [[a] for a in [*roles.batch, *roles.rows]]
+    options: list[Axes] = [roles.lead, canonical, canonical[::-1], [[*roles.batch, *roles.rows]]]
+    out: list[Axes] = []
+    for option in options:
+        for short in (option, [[]] * (rank - len(option)) + option):
+            if len(short) == rank and short not in out:
+                out.append(short)
+    return out
+
+
+class CandidateProver:
+    """Tries hypotheses about one membership term, cheapest first."""
+
+    def __init__(self, term: Term, roles: Roles, seed: int) -> None:
+        self.term, self.roles, self.binding = term, roles, roles.labels.binding
+        self.total = roles.labels.extent(roles.positions)
+        self.draw = Draw(torch.Generator().manual_seed(seed), self.total)
+        self.cone = ancestors([term.node], mask_leaf)
+        self.leaves = mask_leaves([term.node])
+        self.eager = EagerLayout(roles.labels)
+        self.counterexample: str | None = None
+
+    def prove(self) -> Candidates:
+        """The one hypothesis that holds on every draw.
+
+        Raises:
+            Refusal: none holds; the counterexample is that of the closest.
+        """
+        own = set(self.cone)
+        for block in [h for h in _hints(self.cone, self.binding) if h < self.total] or [8]:
+            for found in self._hypotheses(block):
+                if not self._holds(found, ("full", "prefix")):
+                    continue
+                if found.block_size == 1:
+                    raise Refusal("the candidates are single positions, not blocks", 7)
+                if found.root is None and not self._holds(found, _WILD):
+                    raise Refusal(
+                        "ids that are repeated, unused or out of range do not mean what they should",
+                        7,
+                        self.counterexample,
+                    )
+                return found
+        del own
+        raise Refusal(
+            "the mask is not membership in published candidate blocks of one size", 7, self.counterexample
+        )
+
+    def _hypotheses(self, block: int) -> list[Candidates]:
+        ordered = sorted(self.cone)
+        integers = [n for n in ordered if self._may_be_ids(n)]
+        out: list[Candidates] = []
+        for ids in integers:
+            shape = self.binding.shape(ids)
+            flags = [
+                n
+                for n in ordered
+                if is_tensor(n) and dtype_of(n) == torch.bool and self.binding.shape(n) == shape
+            ]
+            roots = {selection_root(n) for n in ancestors([ids], mask_leaf)} - {None}
+            root = roots.pop() if len(roots) == 1 else None
+            for lead in _orders(self.roles, len(shape) - 1):
+                extents = [self.roles.labels.extent(a) for a in lead]
+                if any(s not in (1, e) for s, e in zip(shape[:-1], extents, strict=True)):
+                    continue
+                axes = [a if s != 1 else [] for a, s in zip(lead, shape[:-1], strict=True)]
+                for valid in [None, *flags]:
+                    labels = (*(tuple(a) for a in axes), ())
+                    out.append(Candidates(ids, valid, labels, block, root))
+        return out
+
+    def _may_be_ids(self, node: fx.Node) -> bool:
+        if not is_tensor(node) or is_float(node) or dtype_of(node) == torch.bool:
+            return False
+        if value(node).dim() < 1 or value(node).dim() > len(self.roles.lead) + 2:
+            return False
+        from_ids = any(
+            selection_root(n) is not None or n.op == "placeholder" and not is_float(n)
+            for n in ancestors([node], mask_leaf)
+        )
+        return from_ids and op_name(node) not in ("scatter", "scatter_add")
+
+    def _holds(self, found: Candidates, kinds: tuple[str, ...]) -> bool:
+        targets = [self.term.node, found.ids] + ([found.valid] if found.valid is not None else [])
+        for kind in kinds:
+            for _ in range(2):
+                special = {
+                    n: self.draw.ids(
+                        self.binding.shape(n), dtype_of(n), -(-self.total // found.block_size), kind
+                    )
+                    for n in self.leaves
+                    if selection_root(n) is None and not is_float(n) and self._is_id_leaf(n, found)
+                }
+                env = draw_masks(self.leaves, self.draw, self.binding, special=special)
+                try:
+                    values = evaluate(needed(targets, env), env, self.binding)
+                except ProbeError:
+                    if kind in _WILD:
+                        continue
+                    return False
+                if not self._same(values, found):
+                    return False
+        return True
+
+    def _is_id_leaf(self, node: fx.Node, found: Candidates) -> bool:
+        return dtype_of(node) != torch.bool and node in set(ancestors([found.ids], mask_leaf))
+
+    def _same(self, values: dict[fx.Node, torch.Tensor], found: Candidates) -> bool:
+        roles = self.roles
+        shown = values[self.term.node]
+        shown = shown if shown.dtype == torch.bool else shown == 0
+        if not self.term.want:
+            shown = ~shown
+        shown = self.eager.canonical(shown, self.term.labels(), [roles.batch, roles.rows, roles.positions])  # type: ignore[arg-type,assignment]
+        ids = values[found.ids].long()
+        if found.valid is not None:
+            ids = torch.where(values[found.valid], ids, -1)
+        axes = [list(a) for a in found.axes[:-1]]
+        lead = self.eager.canonical(ids[..., 0] if ids.shape[-1] else ids.sum(-1), axes, [roles.batch, roles.rows])  # type: ignore[arg-type]
+        parts = [
+            self.eager.canonical(ids[..., c], axes, [roles.batch, roles.rows])  # type: ignore[arg-type]
+            for c in range(ids.shape[-1])
+        ]
+        flat = torch.stack(parts, -1) if parts else lead.unsqueeze(-1)[..., :0]  # type: ignore[attr-defined,arg-type]
+        numbers = torch.arange(self.total) // found.block_size
+        inside = torch.zeros((*flat.shape[:-1], self.total), dtype=torch.bool)
+        for c in range(flat.shape[-1]):
+            inside |= flat[..., c, None] == numbers
+        wrong = (shown != inside).broadcast_to(torch.broadcast_shapes(shown.shape, inside.shape))
+        if not wrong.any():
+            return True
+        self._remember(wrong, shown.broadcast_to(wrong.shape), flat, found.block_size)
+        return False
+
+    def _remember(self, wrong: torch.Tensor, shown: torch.Tensor, ids: torch.Tensor, block: int) -> None:
+        if self.counterexample is not None and wrong.float().mean() > 0.3:
+            return
+        b, row, position = (int(i) for i in wrong.nonzero()[0])
+        held = ids[min(b, ids.shape[0] - 1), min(row, ids.shape[1] - 1)]
+        blocks = ", ".join(str(int(i)) for i in held[:6] if i >= 0) or "none"
+        verb = "keeps" if shown[b, row, position] else "hides"
+        place = "outside" if verb == "keeps" else "inside"
+        self.counterexample = (
+            f"row {row} {verb} position {position}, {place} its candidate blocks {blocks} of {block}"
+        )
+
+
+def with_atom(found: Candidates, roles: Roles) -> Candidates:
+    """The same candidates with an atom for the axis of ids, so that it can be laid out."""
+    width = roles.labels.binding.shape(found.ids)[-1]
+    axis = roles.labels.fresh(width)
+    axes: Axes = [*(list(a) for a in found.axes[:-1]), axis]
+    roles.labels.of.setdefault(found.ids, axes)
+    return replace(found, axes=tuple(tuple(a) for a in axes))
+
+
+__all__ = ["CandidateProver", "Candidates", "block_hint", "draw_masks", "mask_leaves", "with_atom"]
+_ = itertools
