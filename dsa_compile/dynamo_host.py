@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dsa_compile.errors import DsaError, SlowPathWarning
+from dsa_compile.errors import DsaError, PassError, SlowPathWarning
 
 # Takes a functional ATen graph and gives what runs in its place.
 Compile = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -48,7 +48,7 @@ class DynamoHost:
         """Run the model.
 
         Raises:
-            DsaError: as raised by ``compile``.
+            DsaError: as raised by ``compile``; anything else it raises comes as PassError.
         """
         from torch._dynamo import config as dynamo
         from torch._dynamo.exc import BackendCompilerFailed
@@ -61,7 +61,7 @@ class DynamoHost:
         except BackendCompilerFailed as failed:
             inner = getattr(failed, "inner_exception", None)
             if isinstance(inner, DsaError):
-                raise inner from None
+                raise inner from inner.__cause__
             raise
         if not self._entered and not self._warned:
             self._warned = True
@@ -80,7 +80,13 @@ class DynamoHost:
             if len(placeholders) == len(origins):
                 for node, origin in zip(placeholders, origins, strict=True):
                     node.meta["dsa_origin"] = origin
-            return self._boxed(self._compile(functional))
+            try:
+                return self._boxed(self._compile(functional))
+            except DsaError:
+                raise
+            except Exception as fault:
+                # Dynamo takes some exceptions for graph breaks and would go on without a word.
+                raise PassError(f"a pass failed: {type(fault).__name__}: {fault}") from fault
 
         def with_gradients(functional: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             self.notes.append("a part of the model turns gradients on; it runs as it is")

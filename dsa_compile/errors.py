@@ -18,6 +18,10 @@ class CaptureError(DsaError, RuntimeError):
     """The model could not be captured as a graph."""
 
 
+class PassError(DsaError, RuntimeError):
+    """A pass failed on a captured graph, which is a fault of dsa_compile."""
+
+
 class InputError(DsaError, ValueError):
     """A call differs from what was captured; the message names the argument."""
 

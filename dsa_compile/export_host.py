@@ -28,6 +28,7 @@ class ExportedGraph:
         graph_module: tensors and symbolic numbers in, ``(mutated values..., outputs...)`` out.
         signature: binds calls.
         leaves: what was captured of each leaf of the arguments, in the order of ``in_spec``.
+        live: positions of the leaves that torch.export took as inputs.
         in_spec, out_spec: structure of the bound arguments and of the result.
         lifted: parameters, buffers, mutations and outputs of the graph.
         guards: conditions on the live leaves ``L['leaves']``, as Python expressions.
@@ -37,6 +38,7 @@ class ExportedGraph:
     graph_module: fx.GraphModule
     signature: CallSignature
     leaves: tuple[Leaf, ...]
+    live: tuple[int, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     lifted: Lifted
@@ -60,7 +62,7 @@ class _Flat(nn.Module):
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self._rebuild(leaves)
-        outputs, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        outputs, spec = pytree.tree_flatten(self.model.forward(*args, **kwargs))
         self._record(spec)
         return tuple(outputs)
 
@@ -109,6 +111,7 @@ def capture(
         lifted.graph_module,
         signature,
         leaves,
+        tuple(i for i, is_live in enumerate(live) if is_live),
         in_spec,
         out_specs[-1],
         lifted,
