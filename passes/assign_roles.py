@@ -159,12 +159,25 @@ def assign_roles(trace: ScoreTrace, binding: Binding) -> Roles:
     if not set(lead_atoms) <= set(query_atoms):
         raise Refusal("some score rows do not come from rows of the query", 4)
     if not rows and len(batch) > 1:
-        raise Refusal("every row has keys of its own: it scores gathered keys, so it is sparse already", 5)
+        raise Refusal(
+            "every row has keys of its own: it scores gathered keys, so it is sparse already", 5
+        )
     weights, key_scale, weight_heads = _weights(
         trace, labels, outside, len(weight_operands), lead_atoms, heads, positions, batch
     )
     return Roles(
-        labels, query, key, weights, key_scale, batch, rows, positions, heads, dims, weight_heads, lead
+        labels,
+        query,
+        key,
+        weights,
+        key_scale,
+        batch,
+        rows,
+        positions,
+        heads,
+        dims,
+        weight_heads,
+        lead,
     )
 
 
@@ -280,9 +293,11 @@ class Layout:
         wanted = [a for g in groups for a in g]
         if not set(flat) <= set(wanted) or len(set(flat)) != len(flat):
             raise Refusal("an axis has no place in an indexer's operands", 5)
-        if all(len(a) == 1 for a in axes) and len(axes) == len(groups) and [
-            list(a) for a in axes
-        ] == [list(g) for g in groups]:
+        if (
+            all(len(a) == 1 for a in axes)
+            and len(axes) == len(groups)
+            and [list(a) for a in axes] == [list(g) for g in groups]
+        ):
             return node
         if any(len(a) != 1 for a in axes):
             node = self.emit(aten.reshape.default, node, [self.size(a) for a in flat])
@@ -303,9 +318,7 @@ class Layout:
         if len(shape) != len(have):
             node = self.emit(aten.reshape.default, node, shape)
             node = self.emit(aten.expand.default, node, full)
-        merged = [
-            self.group_size(g) if any(a in have for a in g) else 1 for g in groups
-        ]
+        merged = [self.group_size(g) if any(a in have for a in g) else 1 for g in groups]
         if [s for s in merged] == full and len(merged) == len(full):
             return node
         return self.emit(aten.reshape.default, node, merged)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -158,7 +159,7 @@ class Labels:
         """Labels of a matrix product."""
         name = op_name(node)
         if name == "einsum":
-            operands = [self.of[n] for n in node.args[1]]  # type: ignore[union-attr]
+            operands = [self.of[n] for n in _nodes(node.args[1])]
             return self.einsum(str(node.args[0]), operands)
         first = 1 if name in ("addmm", "baddbmm") else 0
         a, b = (self.of[n] for n in node.args[first : first + 2])  # type: ignore[index]
@@ -179,7 +180,7 @@ class Labels:
         name, args = op_name(node), node.args
         rank = len(axes)
         if name == "permute":
-            return [axes[d] for d in args[1]]  # type: ignore[union-attr,misc,index]
+            return [axes[d] for d in _ints(args[1])]
         if name in ("transpose", "t", "numpy_T", "mT"):
             i, j = (args[1], args[2]) if name == "transpose" else (-2, -1)
             if rank < 2:
@@ -194,7 +195,15 @@ class Labels:
                 axis if axis or size == 1 else self.fresh(size)
                 for axis, size in zip(axes, shape, strict=True)
             ]
-        if name in ("unsqueeze", "squeeze", "view", "_unsafe_view", "reshape", "flatten", "unflatten"):
+        if name in (
+            "unsqueeze",
+            "squeeze",
+            "view",
+            "_unsafe_view",
+            "reshape",
+            "flatten",
+            "unflatten",
+        ):
             return self.regroup(axes, self.binding.shape(node))
         return axes
 
@@ -202,7 +211,12 @@ class Labels:
         """Labels of a part of a tensor along one dim (select, slice, split, unbind), else None."""
         name = op_name(node)
         source = node.args[0]
-        if name == "getitem" and op_name(source) in ("unbind", "split", "split_with_sizes", "chunk"):
+        if name == "getitem" and op_name(source) in (
+            "unbind",
+            "split",
+            "split_with_sizes",
+            "chunk",
+        ):
             outer = source
             source = outer.args[0]  # type: ignore[union-attr]
             dim_at = 1 if op_name(outer) == "unbind" else 2
@@ -231,7 +245,7 @@ class Labels:
 
     def join(self, node: fx.Node) -> Axes:
         """Labels of cat and stack; the joined dim is an axis of its own."""
-        parts = [self.of[n] for n in node.args[0]]  # type: ignore[union-attr]
+        parts = [self.of[n] for n in _nodes(node.args[0])]
         shape = self.binding.shape(node)
         dim = _argument(node, 1, "dim", 0) % len(shape)
         if op_name(node) == "cat":
@@ -248,6 +262,14 @@ class Labels:
         return self.broadcast(*operands) if operands else []
 
 
+def _ints(argument: Any) -> list[int]:
+    return list(argument)
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    return list(argument)
+
+
 def _letters(term: str, rank: int) -> list[str]:
     if "..." not in term:
         return list(term)
@@ -256,7 +278,7 @@ def _letters(term: str, rank: int) -> list[str]:
     return [*before, *(f".{dots - i}" for i in range(dots)), *after]
 
 
-def _argument(node: fx.Node, at: int, name: str, default: object) -> object:  # type: ignore[misc]
+def _argument(node: fx.Node, at: int, name: str, default: object) -> Any:
     return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
 
 
@@ -282,7 +304,11 @@ def lower_axes(labels: Labels, node: fx.Node, axes: Axes) -> dict[fx.Node, Axes]
     if name == "slice":
         same = labels.binding.shape(inputs[0]) == labels.binding.shape(node)
         return {inputs[0]: axes} if same else None
-    if name in CASTS or name in ("expand", "clone", "contiguous", "alias", "detach") or pointwise(node):
+    if (
+        name in CASTS
+        or name in ("expand", "clone", "contiguous", "alias", "detach")
+        or pointwise(node)
+    ):
         result: dict[fx.Node, Axes] = {}
         for source in inputs:
             shape = labels.binding.shape(source)
@@ -297,4 +323,8 @@ def pointwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(value(node), torch.Tensor):
         return False
-    return torch.Tag.pointwise in target.tags or op_name(node) in ("bitwise_and", "bitwise_or", "bitwise_xor")
+    return torch.Tag.pointwise in target.tags or op_name(node) in (
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+    )

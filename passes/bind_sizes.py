@@ -6,14 +6,40 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
 from dsa_compile.passes.graph_tools import value
 
-_POSITIONS = (37, 43, 41, 29, 40, 44, 48, 64, 72, 96, 128, 130, 192, 257, 384, 512, 1031, 2056, 4104)
-_OTHERS = ((2, 5, 3, 7, 11), (3, 2, 7, 5, 13), (2, 3, 5, 7, 11), (4, 6, 2, 8, 12), (8, 16, 4, 32, 12))
+_POSITIONS = (
+    37,
+    43,
+    41,
+    29,
+    40,
+    44,
+    48,
+    64,
+    72,
+    96,
+    128,
+    130,
+    192,
+    257,
+    384,
+    512,
+    1031,
+    2056,
+    4104,
+)
+_OTHERS = (
+    (2, 5, 3, 7, 11),
+    (3, 2, 7, 5, 13),
+    (2, 3, 5, 7, 11),
+    (4, 6, 2, 8, 12),
+    (8, 16, 4, 32, 12),
+)
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
@@ -49,7 +75,9 @@ class Binding:
                     raise ValueError(f"size {expr} is not whole at {self.numbers}")
                 self.cache[expr] = int(number)
             else:
-                self.cache[expr] = bool(number) if isinstance(size, torch.SymBool) else float(number)
+                self.cache[expr] = (
+                    bool(number) if isinstance(size, torch.SymBool) else float(number)
+                )
         return self.cache[expr]
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
@@ -85,7 +113,9 @@ def bindings(
         return [Binding({})]
     position = symbols_of([value(score).shape[-1]])
     shape_env = next(
-        v.fake_mode.shape_env for v in values if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")
+        v.fake_mode.shape_env
+        for v in values
+        if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")
     )
     guards = [g.expr for g in shape_env.guards] if shape_env is not None else []
     guards = [g for g in guards if g.free_symbols & free and g.free_symbols <= free]

@@ -43,9 +43,13 @@ class CallBuilder:
         roles, layout, emit = self.roles, self.layout, self.emit
         labels = roles.labels
         query = layout.canonical(
-            roles.query, labels.axes(roles.query), [roles.batch, roles.rows, roles.heads, roles.dims]
+            roles.query,
+            labels.axes(roles.query),
+            [roles.batch, roles.rows, roles.heads, roles.dims],
         )
-        key = layout.canonical(roles.key, labels.axes(roles.key), [roles.batch, roles.positions, roles.dims])
+        key = layout.canonical(
+            roles.key, labels.axes(roles.key), [roles.batch, roles.positions, roles.dims]
+        )
         weights = layout.canonical(
             roles.weights, labels.axes(roles.weights), [roles.batch, roles.rows, roles.weight_heads]
         )
@@ -66,7 +70,9 @@ class CallBuilder:
             kwargs["mask"] = mask
         if self.masks.bias is not None:
             bias = layout.canonical(
-                self.masks.bias.node, self.masks.bias.labels(), [roles.batch, roles.rows, roles.positions]
+                self.masks.bias.node,
+                self.masks.bias.labels(),
+                [roles.batch, roles.rows, roles.positions],
             )
             kwargs["bias"] = bias
         if candidates is not None:
@@ -98,9 +104,15 @@ class CallBuilder:
                 shown = self.layout.canonical(predicate(self.layout, term), term.labels(), groups)
                 rest.append(shown)
         mask = self._fold(rest, aten.logical_and.default) if rest else None
-        if mask is not None and isinstance(value(mask).shape[-1], int) and value(mask).shape[-1] == 1:
+        if (
+            mask is not None
+            and isinstance(value(mask).shape[-1], int)
+            and value(mask).shape[-1] == 1
+        ):
             sizes = [self.emit.size(mask, d) for d in (0, 1)]
-            mask = self.emit(aten.expand.default, mask, [*sizes, self.layout.group_size(self.roles.positions)])
+            mask = self.emit(
+                aten.expand.default, mask, [*sizes, self.layout.group_size(self.roles.positions)]
+            )
         return bounds["start"], bounds["end"], mask
 
     def outputs(self, call: fx.Node) -> tuple[fx.Node, fx.Node]:

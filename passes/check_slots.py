@@ -15,7 +15,9 @@ from dsa_compile.passes.prove_candidates import Candidates
 from dsa_compile.passes.read_selection import Selection, constant_k
 from dsa_compile.passes.trace_scores import Refusal
 
-_PASSING = frozenset({"add", "sub", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "select", "slice"})
+_PASSING = frozenset(
+    {"add", "sub", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "select", "slice"}
+)
 _COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 
 
@@ -47,7 +49,13 @@ def unguarded_use(selection: Selection, guards: set[fx.Node]) -> fx.Node | None:
                 continue
             if name == "gather" and not user.users:
                 continue
-            if is_view(user) or name in CASTS or name in _PASSING or name in SELECTIONS or name == "getitem":
+            if (
+                is_view(user)
+                or name in CASTS
+                or name in _PASSING
+                or name in SELECTIONS
+                or name == "getitem"
+            ):
                 stack.append(user)
                 continue
             return user
@@ -55,7 +63,8 @@ def unguarded_use(selection: Selection, guards: set[fx.Node]) -> fx.Node | None:
 
 
 def _depends(node: object, guards: set[fx.Node]) -> bool:
-    stack, seen = [node], set()
+    stack: list[object] = [node]
+    seen: set[fx.Node] = set()
     while stack:
         top = stack.pop()
         if not isinstance(top, fx.Node) or top in seen or len(seen) > 40:

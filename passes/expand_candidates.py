@@ -1,32 +1,21 @@
-"""Score candidates only: ``indexer_select`` with ids becomes expand, sparse logits, top-k, remap."""
+"""Score candidates only: ``indexer_select`` becomes expand, sparse logits, top-k, remap."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
 from dsa_compile.passes.assign_roles import Layout
-from dsa_compile.passes.axis_labels import Axes, Axis, LabelError, Labels
+from dsa_compile.passes.axis_labels import Axes, LabelError, Labels
 from dsa_compile.passes.bind_sizes import bindings
 from dsa_compile.passes.context import PassContext, PassResult
-from dsa_compile.passes.gather_columns import ColumnGatherer
+from dsa_compile.passes.gather_columns import ColumnGatherer, Frame
 from dsa_compile.passes.graph_tools import Emitter, ancestors, is_tensor, value
 from dsa_compile.passes.split_masks import mask_leaf
 
 _SELECT = "dsa.indexer_select.default"
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Axes of a canonical ``[B, S, T]`` mask."""
-
-    labels: Labels
-    batch: Axis
-    rows: Axis
-    positions: Axis
 
 
 def sparse_block(block_size: int) -> int:
@@ -41,7 +30,9 @@ def sparse_block(block_size: int) -> int:
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     """Rewrite every ``dsa::indexer_select`` that has candidate ids; needs ``match_indexers``."""
     graph = graph_module.graph
-    calls = [n for n in graph.nodes if str(n.target) == _SELECT and n.kwargs.get("block_ids") is not None]
+    calls = [
+        n for n in graph.nodes if str(n.target) == _SELECT and n.kwargs.get("block_ids") is not None
+    ]
     for call in calls:
         _expand(graph, call)
     graph.eliminate_dead_code()
@@ -100,7 +91,11 @@ def _expand(graph: fx.Graph, call: fx.Node) -> None:
         **extra,
     )
     picked = emit(
-        torch.ops.dsa.topk.default, logits, valid, topk=given["topk"], sorted=given.get("sorted", True)
+        torch.ops.dsa.topk.default,
+        logits,
+        valid,
+        topk=given["topk"],
+        sorted=given.get("sorted", True),
     )
     values, columns = emit(operator.getitem, picked, 0), emit(operator.getitem, picked, 1)
     mapped = emit(

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout, Roles
-from dsa_compile.passes.axis_labels import Axes, lower_axes, pointwise
+from dsa_compile.passes.assign_roles import Layout
+from dsa_compile.passes.axis_labels import Axes, Axis, Labels, lower_axes, pointwise
 from dsa_compile.passes.graph_tools import CASTS, aten, dtype_of, is_tensor, is_view, op_name, value
 from dsa_compile.passes.recognise_ops import constant_of
 from dsa_compile.passes.split_masks import _arange
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Axes of a canonical ``[B, S, T]`` mask."""
+
+    labels: Labels
+    batch: Axis
+    rows: Axis
+    positions: Axis
 
 
 class ColumnGatherer:
@@ -25,7 +37,7 @@ class ColumnGatherer:
         columns: int64 node ``[B, S, W]`` of positions.
     """
 
-    def __init__(self, layout: Layout, roles: Roles, columns: fx.Node) -> None:
+    def __init__(self, layout: Layout, roles: Frame, columns: fx.Node) -> None:
         self.layout, self.roles, self.columns = layout, roles, columns
         self.emit = layout.emit
         self._done: dict[fx.Node, fx.Node] = {}
@@ -47,7 +59,9 @@ class ColumnGatherer:
         if name == "arange" and flat == set(roles.positions):
             start, step = _arange(node)
             if step == 1 and isinstance(start, int):
-                found = self.columns if not start else self.emit(aten.add.Scalar, self.columns, start)
+                found = (
+                    self.columns if not start else self.emit(aten.add.Scalar, self.columns, start)
+                )
                 if dtype_of(node) != torch.int64:
                     found = self.emit(aten._to_copy.default, found, dtype=dtype_of(node))
                 return found

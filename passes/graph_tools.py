@@ -16,7 +16,9 @@ VIEWS = frozenset(
     | {"unflatten", "numpy_T", "mT", "_reshape_copy", "movedim"}
 )
 CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
-CONTRACTIONS = frozenset({"mm", "bmm", "matmul", "einsum", "linear", "mv", "dot", "addmm", "baddbmm"})
+CONTRACTIONS = frozenset(
+    {"mm", "bmm", "matmul", "einsum", "linear", "mv", "dot", "addmm", "baddbmm"}
+)
 _OPERATORS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
 SELECTIONS = frozenset({"topk", "sort", "argsort"})
 HEAVY = CONTRACTIONS | frozenset(
@@ -140,9 +142,7 @@ class Emitter:
         self.graph = graph
         self.after = after
         self.trace = after.meta.get("stack_trace", "")
-        self.mode = next(
-            (v.fake_mode for v in _fakes(graph) if hasattr(v, "fake_mode")), None
-        )
+        self.mode = next((v.fake_mode for v in _fakes(graph) if hasattr(v, "fake_mode")), None)
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_after(self.after):

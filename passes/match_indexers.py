@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
-from dsa_compile.passes.assign_roles import Layout, Roles, assign_roles
+from dsa_compile.passes.assign_roles import Roles, assign_roles
 from dsa_compile.passes.axis_labels import LabelError
 from dsa_compile.passes.bind_sizes import Binding, bindings
 from dsa_compile.passes.build_call import CallBuilder
@@ -70,7 +70,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     scores = {n.args[0] for n in found}
     ranked = [n for n in found if not _ranks_blocks(n, scores)]  # type: ignore[arg-type]
     results: list[tuple[Site, SitePair | None]] = []
-    # Later sites first: a consumer is proven on its source's own selection, before that is replaced.
+    # Later sites first: a consumer is proven on its source's own selection, before its removal.
     for node in reversed(ranked):
         results.append(_look_at(graph, node, walker, context))
     for site, pair in reversed(results):
@@ -112,7 +112,8 @@ def _look_at(
 
 def _ranks_blocks(node: fx.Node, scores: set[fx.Node]) -> bool:
     """Whether a selection ranks maxima over blocks of scores that another selection ranks."""
-    stack, seen = [node.args[0]], set()
+    stack: list[object] = [node.args[0]]
+    seen: set[fx.Node] = set()
     while stack:
         top = stack.pop()
         if not isinstance(top, fx.Node) or top in seen or len(seen) > 48:
@@ -129,7 +130,12 @@ class _Matcher:
     """Matches one selection; raises Refusal where it is no proven indexer."""
 
     def __init__(
-        self, graph: fx.Graph, selection: Selection, walker: Walker, context: PassContext, looked: _Looked
+        self,
+        graph: fx.Graph,
+        selection: Selection,
+        walker: Walker,
+        context: PassContext,
+        looked: _Looked,
     ) -> None:
         self.graph, self.selection, self.walker = graph, selection, walker
         self.options, self.provider = context.options, context.provider
@@ -161,7 +167,8 @@ class _Matcher:
                     self.selection,
                     candidates,
                     guards,
-                    only_end_bound=call.kwargs.get("mask") is None and call.kwargs.get("bias") is None,
+                    only_end_bound=call.kwargs.get("mask") is None
+                    and call.kwargs.get("bias") is None,
                     has_start_bound=call.kwargs.get("row_start") is not None,
                 )
                 self.looked.notes += (note,)
@@ -179,9 +186,11 @@ class _Matcher:
         masks = [e.mask for e in trace.masks]
         leaves = ancestors(masks, mask_leaf)
         operands = [n for p in trace.products for n in p[1:]] + trace.weights + trace.factors
-        nodes = [n for n in [*trace.path, *leaves, *operands] if value(n) is not None and (
-            is_tensor(n) or isinstance(value(n), torch.SymInt)
-        )]
+        nodes = [
+            n
+            for n in [*trace.path, *leaves, *operands]
+            if value(n) is not None and (is_tensor(n) or isinstance(value(n), torch.SymInt))
+        ]
         members = tuple(Term(m, (), True) for m in masks if is_candidate(Term(m, (), True)))
         found = bindings(nodes, trace.score, at_least=block_hint(members) if members else 0)
         if not found:
@@ -199,19 +208,25 @@ class _Matcher:
     def _users(
         self, trace: ScoreTrace, roles: Roles, masks: Masks
     ) -> tuple[Publisher | None, set[fx.Node], list[fx.Node]]:
-        """Who else reads the scores: gathers at the picks, a publisher, or someone that forbids it."""
+        """Who else reads the scores: gathers at the picks, a publisher, or one that forbids it."""
         selection = self.selection
         gathers = [
-            u for u in trace.score.users
-            if op_name(u) == "gather" and u.args[0] is trace.score and same_slots(u.args[2], selection)
+            u
+            for u in trace.score.users
+            if op_name(u) == "gather"
+            and u.args[0] is trace.score
+            and same_slots(u.args[2], selection)
         ]
-        seen = {
-            n: e.mask for e in trace.masks for n in self._visibility(e.mask)
-        }
+        seen = {n: e.mask for e in trace.masks for n in self._visibility(e.mask)}
         whole = len(trace.masks) == 1
         shown = [
-            u for n in seen for u in n.users
-            if whole and op_name(u) == "gather" and u.args[0] is n and same_slots(u.args[2], selection)
+            u
+            for n in seen
+            for u in n.users
+            if whole
+            and op_name(u) == "gather"
+            and u.args[0] is n
+            and same_slots(u.args[2], selection)
         ]
         self.shown = shown
         guards = {*selection.values, *gathers, *shown}
@@ -220,8 +235,16 @@ class _Matcher:
             if node is trace.score:
                 continue
             for user in node.users:
-                if user not in trace.path and not _only_shape(user) and not self._own_compare(user, trace):
-                    raise Refusal(f"its scores are also used by {op_name(user) or user.op} at {where_in_model(user)}", 6)
+                if (
+                    user not in trace.path
+                    and not _only_shape(user)
+                    and not self._own_compare(user, trace)
+                ):
+                    raise Refusal(
+                        f"its scores are also used by {op_name(user) or user.op} at "
+                        f"{where_in_model(user)}",
+                        6,
+                    )
         if not extra:
             return None, guards, gathers
         publisher = read_publisher(trace.score, extra, roles)
@@ -230,7 +253,9 @@ class _Matcher:
     @staticmethod
     def _own_compare(user: fx.Node, trace: ScoreTrace) -> bool:
         """A comparison that belongs to a relu spelled ``where(x > 0, x, 0)``."""
-        return op_name(user) in ("gt", "ge", "lt", "le") and all(u in trace.path for u in user.users)
+        return op_name(user) in ("gt", "ge", "lt", "le") and all(
+            u in trace.path for u in user.users
+        )
 
     @staticmethod
     def _visibility(mask: fx.Node) -> list[fx.Node]:
@@ -255,7 +280,12 @@ class _Matcher:
 
     def _prove(self, trace: ScoreTrace, bound: list[Binding], roles: Roles, call: fx.Node) -> None:
         targets = [trace.score, *call.all_input_nodes]
-        leaves = [roles.query, roles.key, roles.weights, *([roles.key_scale] if roles.key_scale else [])]
+        leaves = [
+            roles.query,
+            roles.key,
+            roles.weights,
+            *([roles.key_scale] if roles.key_scale else []),
+        ]
         size = memory(needed(targets, leaves), bound[0]) if len(bound) == 1 else 0
         if size > self.options.probe_memory_bytes:
             raise TooLarge
@@ -268,7 +298,11 @@ class _Matcher:
         call.kwargs = {**call.kwargs, "scale": prover.scale}
 
     def _replace(
-        self, builder: CallBuilder, call: fx.Node, publisher: Publisher | None, gathers: list[fx.Node]
+        self,
+        builder: CallBuilder,
+        call: fx.Node,
+        publisher: Publisher | None,
+        gathers: list[fx.Node],
     ) -> tuple[Site, SitePair]:
         selection, trace = self.selection, builder.trace
         old_name = selection.indices[0].name if selection.indices else selection.node.name
@@ -310,4 +344,17 @@ def _as(emit: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def _only_shape(user: fx.Node) -> bool:
     """Users that read sizes or fill a tensor of the same shape, not scores."""
-    return op_name(user) in ("sym_size", "full_like", "zeros_like", "ones_like", "empty_like", "_assert_tensor_metadata", "new_full", "new_zeros", "new_ones", "new_empty", "dim", "sym_numel")
+    return op_name(user) in (
+        "sym_size",
+        "full_like",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "_assert_tensor_metadata",
+        "new_full",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "dim",
+        "sym_numel",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -60,14 +61,14 @@ class Publisher:
         total = roles.labels.extent(roles.positions)
         draw = Draw(torch.Generator().manual_seed(11), total)
         shape = binding.shape(self.score)
-        fill = call.kwargs.get("fill", float("-inf"))
+        fill: Any = call.kwargs.get("fill", float("-inf"))
         pin = self.pinned[0] if self.pinned else None
         end = call.kwargs.get("row_end")
         extra = [n for n in (pin, end) if isinstance(n, fx.Node)]
         leaves = mask_leaves([*extra])
         for _ in range(2):
             scores = draw.normal(shape, torch.float32)
-            scores = scores.masked_fill(~draw.boolean(shape), fill).to(dtype_of(self.score))  # type: ignore[arg-type]
+            scores = scores.masked_fill(~draw.boolean(shape), fill).to(dtype_of(self.score))
             env = draw_masks(leaves, draw, binding, special={self.score: scores})
             env.pop(self.maxima, None)
             try:
@@ -75,7 +76,9 @@ class Publisher:
             except ProbeError as error:
                 raise Refusal(f"the block maxima cannot be probed: {error}", 7) from None
             blocks = -(-total // self.block_size)
-            padded = torch.nn.functional.pad(scores.float(), (0, blocks * self.block_size - total), value=fill)  # type: ignore[arg-type]
+            padded = torch.nn.functional.pad(
+                scores.float(), (0, blocks * self.block_size - total), value=fill
+            )
             expected = padded.unflatten(-1, (blocks, self.block_size)).amax(-1)
             got = values[self.maxima].float()
             if got.shape != expected.shape or not torch.equal(got, expected):
@@ -83,7 +86,9 @@ class Publisher:
             if self.pinned is not None and not self._pins_newest(values, roles, total, end, blocks):
                 self.pinned, self.selection, self.ranked = None, None, None
 
-    def _pins_newest(self, values: dict, roles: Roles, total: int, end: object, blocks: int) -> bool:  # type: ignore[type-arg]
+    def _pins_newest(
+        self, values: dict, roles: Roles, total: int, end: object, blocks: int
+    ) -> bool:
         if len(roles.lead) != len(roles.batch) + len(roles.rows) or self.pinned is None:
             return False
         pin = values[self.pinned[0]]
@@ -93,8 +98,8 @@ class Publisher:
         last = values[end] if isinstance(end, fx.Node) else torch.full((1, 1), total)
         size = (roles.labels.extent(roles.batch), roles.labels.extent(roles.rows))
         axes = [list(roles.batch), list(roles.rows)]
-        last = eager.canonical(last.broadcast_to(size), axes, list(roles.lead))  # type: ignore[arg-type]
-        newest = torch.div(last.clamp(max=total) - 1, self.block_size, rounding_mode="floor")  # type: ignore[attr-defined]
+        last = eager.arrange(last.broadcast_to(size), axes, list(roles.lead))
+        newest = torch.div(last.clamp(max=total) - 1, self.block_size, rounding_mode="floor")
         inside = (newest.unsqueeze(-1) == torch.arange(blocks)).broadcast_to(pin.shape)
         self.newest = bool(torch.equal(pin, inside))
         return self.newest
@@ -189,7 +194,12 @@ def _read_ranking(publisher: Publisher) -> None:
         else:
             cond, filled, kept = user.args[:3]
         number = constant_of(filled)
-        if kept is not publisher.maxima or number is None or number < 6e4 or not isinstance(cond, fx.Node):
+        if (
+            kept is not publisher.maxima
+            or number is None
+            or number < 6e4
+            or not isinstance(cond, fx.Node)
+        ):
             return
         publisher.pinned, ranked = (cond, number), user
         users = [u for u in ranked.users if not _shape_only(u)]
@@ -207,7 +217,15 @@ def _read_ranking(publisher: Publisher) -> None:
 
 
 def _shape_only(user: fx.Node) -> bool:
-    return op_name(user) in ("sym_size", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones")
+    return op_name(user) in (
+        "sym_size",
+        "full_like",
+        "zeros_like",
+        "ones_like",
+        "new_full",
+        "new_zeros",
+        "new_ones",
+    )
 
 
 def _also(user: fx.Node) -> str:

@@ -11,7 +11,14 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.graph_tools import aten, is_size, op_name, value
 
-_FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "full_like": None, "new_full": None}
+_FILLS = {
+    "zeros_like": 0,
+    "ones_like": 1,
+    "new_zeros": 0,
+    "new_ones": 1,
+    "full_like": None,
+    "new_full": None,
+}
 _ASSERTS = frozenset({"_assert_tensor_metadata"})
 
 
@@ -72,8 +79,10 @@ def _hoist_sizes(graph: fx.Graph) -> None:
         return
     last = inputs[-1] if all(n.op == "placeholder" for n in inputs) else None
     for node in list(graph.nodes):
-        early = is_size(node) and node.op == "call_function" and all(
-            is_size(n) or n.op == "placeholder" for n in node.all_input_nodes
+        early = (
+            is_size(node)
+            and node.op == "call_function"
+            and all(is_size(n) or n.op == "placeholder" for n in node.all_input_nodes)
         )
         if early:
             above = max([*node.all_input_nodes, *([last] if last is not None else [])])

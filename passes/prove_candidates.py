@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -95,7 +96,9 @@ def _hints(cone: list[fx.Node], binding: Binding) -> list[int]:
     found: set[int] = set()
     for node in cone:
         for arg in node.args:
-            found |= {a for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if type(a) is int}
+            found |= {
+                a for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if type(a) is int
+            }
         if is_tensor(node):
             found |= {s for s in value(node).shape if isinstance(s, int)}
     return sorted(n for n in found if 1 <= n <= _MAX_BLOCK)
@@ -105,12 +108,15 @@ def block_hint(terms: tuple[Term, ...]) -> int:
     """A number of positions that spans a few blocks, whatever the block size turns out to be."""
     sizes: set[int] = set()
     for node in ancestors([t.node for t in terms], mask_leaf):
-        name, literal = op_name(node), None
+        name = op_name(node)
+        literal: list[Any] = []
         if name in ("floor_divide", "div", "mul", "repeat_interleave", "remainder"):
             literal = [a for a in node.args[1:] if type(a) is int]
         elif name in ("view", "expand", "reshape", "arange", "unflatten"):
-            literal = [a for arg in node.args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        sizes |= {a for a in literal or [] if type(a) is int and 2 <= a <= 256}
+            literal = [
+                a for arg in node.args for a in (arg if isinstance(arg, (list, tuple)) else [arg])
+            ]
+        sizes |= {a for a in literal if type(a) is int and 2 <= a <= 256}
     return 3 * max(sizes, default=8) + 1
 
 
@@ -153,14 +159,16 @@ class CandidateProver:
                     raise Refusal("the candidates are single positions, not blocks", 7)
                 if found.root is None and not self._holds(found, _WILD):
                     raise Refusal(
-                        "ids that are repeated, unused or out of range do not mean what they should",
+                        "ids that are repeated, unused or out of range are not what they should be",
                         7,
                         self.counterexample,
                     )
                 return found
         del own
         raise Refusal(
-            "the mask is not membership in published candidate blocks of one size", 7, self.counterexample
+            "the mask is not membership in published candidate blocks of one size",
+            7,
+            self.counterexample,
         )
 
     def _hypotheses(self, block: int) -> list[Candidates]:
@@ -228,17 +236,21 @@ class CandidateProver:
         shown = shown if shown.dtype == torch.bool else shown == 0
         if not self.term.want:
             shown = ~shown
-        shown = self.eager.canonical(shown, self.term.labels(), [roles.batch, roles.rows, roles.positions])  # type: ignore[arg-type,assignment]
+        shown = self.eager.arrange(
+            shown, self.term.labels(), [roles.batch, roles.rows, roles.positions]
+        )
         ids = values[found.ids].long()
         if found.valid is not None:
             ids = torch.where(values[found.valid], ids, -1)
         axes = [list(a) for a in found.axes[:-1]]
-        lead = self.eager.canonical(ids[..., 0] if ids.shape[-1] else ids.sum(-1), axes, [roles.batch, roles.rows])  # type: ignore[arg-type]
+        lead = self.eager.arrange(
+            ids[..., 0] if ids.shape[-1] else ids.sum(-1), axes, [roles.batch, roles.rows]
+        )
         parts = [
-            self.eager.canonical(ids[..., c], axes, [roles.batch, roles.rows])  # type: ignore[arg-type]
+            self.eager.arrange(ids[..., c], axes, [roles.batch, roles.rows])
             for c in range(ids.shape[-1])
         ]
-        flat = torch.stack(parts, -1) if parts else lead.unsqueeze(-1)[..., :0]  # type: ignore[attr-defined,arg-type]
+        flat = torch.stack(parts, -1) if parts else lead.unsqueeze(-1)[..., :0]
         numbers = torch.arange(self.total) // found.block_size
         inside = torch.zeros((*flat.shape[:-1], self.total), dtype=torch.bool)
         for c in range(flat.shape[-1]):
@@ -249,7 +261,9 @@ class CandidateProver:
         self._remember(wrong, shown.broadcast_to(wrong.shape), flat, found.block_size)
         return False
 
-    def _remember(self, wrong: torch.Tensor, shown: torch.Tensor, ids: torch.Tensor, block: int) -> None:
+    def _remember(
+        self, wrong: torch.Tensor, shown: torch.Tensor, ids: torch.Tensor, block: int
+    ) -> None:
         if self.counterexample is not None and wrong.float().mean() > 0.3:
             return
         b, row, position = (int(i) for i in wrong.nonzero()[0])
@@ -257,9 +271,8 @@ class CandidateProver:
         blocks = ", ".join(str(int(i)) for i in held[:6] if i >= 0) or "none"
         verb = "keeps" if shown[b, row, position] else "hides"
         place = "outside" if verb == "keeps" else "inside"
-        self.counterexample = (
-            f"row {row} {verb} position {position}, {place} its candidate blocks {blocks} of {block}"
-        )
+        self.counterexample = f"row {row} {verb} position {position}, {place} its candidate blocks "
+            f"{blocks} of {block}"
 
 
 def with_atom(found: Candidates, roles: Roles) -> Candidates:

@@ -50,14 +50,19 @@ class IndexerProver:
         binding = roles.labels.binding
         total = roles.labels.extent(roles.positions)
         draw = Draw(torch.Generator().manual_seed(self.seed), total)
-        operands = [n for n in (roles.query, roles.key, roles.weights, roles.key_scale) if n is not None]
+        operands = [
+            n for n in (roles.query, roles.key, roles.weights, roles.key_scale) if n is not None
+        ]
         targets = [self.trace.score, *self.call.all_input_nodes]
         leaves = mask_leaves([e.mask for e in self.trace.masks])
         coarse = self.epsilon > 1e-4
         for attempt in range(draws):
             special = {n: _operand(draw, n, binding.shape(n), coarse) for n in operands}
             if attempt == 0:
-                special |= {n: torch.zeros(binding.shape(n), dtype=value(n).dtype) for n in self._bias(leaves)}
+                special |= {
+                    n: torch.zeros(binding.shape(n), dtype=value(n).dtype)
+                    for n in self._bias(leaves)
+                }
             high = (total, total, 2, 0)
             for limit in high:
                 draw.positions = limit
@@ -78,8 +83,10 @@ class IndexerProver:
     def _compare(self, values: dict[fx.Node, Any], roles: Roles, total: int) -> None:
         eager = EagerLayout(roles.labels)
         groups = [roles.batch, roles.rows, roles.positions]
-        old = eager.canonical(values[self.trace.score], roles.labels.axes(self.trace.score), groups)  # type: ignore[arg-type]
-        old = old.double()  # type: ignore[attr-defined]
+        old = eager.arrange(values[self.trace.score], roles.labels.axes(self.trace.score), groups)
+        old = old.double()
+        args: Any
+        kwargs: Any
         args, kwargs = fx.map_arg((self.call.args, dict(self.call.kwargs)), values.__getitem__)
         kwargs = {**kwargs, "topk": total, "scale": 1.0, "sorted": True}
         operator = torch.ops.dsa.indexer_select.default
@@ -92,7 +99,9 @@ class IndexerProver:
             hidden |= (bias <= HIDING).broadcast_to(hidden.shape)
         wrong = hidden != (old <= HIDING)
         if wrong.any():
-            raise Refusal("its visible set is not the one read from its masks", 9, self._visible(wrong, old))
+            raise Refusal(
+                "its visible set is not the one read from its masks", 9, self._visible(wrong, old)
+            )
         seen = ~hidden & raw.isfinite() & old.isfinite()
         if not seen.any():
             return
@@ -103,7 +112,11 @@ class IndexerProver:
         assert self.scale is not None
         mine = self.scale * plain
         error = (mine - target).abs().masked_fill(~seen, 0)
-        limit = 24 * self.epsilon * float(target.broadcast_to(raw.shape)[seen].abs().max().clamp_min(1e-6))
+        limit = (
+            24
+            * self.epsilon
+            * float(target.broadcast_to(raw.shape)[seen].abs().max().clamp_min(1e-6))
+        )
         if float(error.max()) > limit:
             at = tuple(int(i) for i in (error == error.max()).nonzero()[0])
             raise Refusal(

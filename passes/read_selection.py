@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -98,7 +98,9 @@ def _slices(nodes: list[fx.Node], rank: int) -> tuple[fx.Node | int, tuple[fx.No
         start = use.args[2] if len(use.args) > 2 else None
         step = use.args[4] if len(use.args) > 4 else 1
         end = use.args[3] if len(use.args) > 3 else None
-        leading = op_name(use) == "slice" and dim in (-1, rank - 1) and start in (None, 0) and step == 1
+        leading = (
+            op_name(use) == "slice" and dim in (-1, rank - 1) and start in (None, 0) and step == 1
+        )
         if not leading or not isinstance(end, (int, fx.Node)):
             raise Refusal("the whole order of the scores is used, not a top-k of it", 0)
         ends.append(end)
@@ -115,20 +117,28 @@ def constant_k(k: fx.Node | int) -> int | None:
         return number
     if isinstance(number, torch.SymInt):
         expr = number.node.expr
-        parts = list(expr.args) if isinstance(expr, sympy.Min) or type(expr).__name__ == "Min" else [expr]
+        parts = (
+            list(expr.args)
+            if isinstance(expr, sympy.Min) or type(expr).__name__ == "Min"
+            else [expr]
+        )
         whole = [int(p) for p in parts if p.is_Integer]
         return min(whole) if whole else None
     return None
 
 
 def same_slots(index: object, selection: Selection) -> bool:
-    """Whether a node holds the selection's positions slot by slot (casts, clamps, views of them)."""
+    """Whether a node holds the selection's positions slot by slot (casts, clamps, views)."""
     for _ in range(12):
         if index in selection.indices:
             return True
         if not isinstance(index, fx.Node) or not is_tensor(index):
             return False
-        if not (is_view(index) or op_name(index) in CASTS or op_name(index) in ("clamp", "clamp_min", "clamp_max")):
+        if not (
+            is_view(index)
+            or op_name(index) in CASTS
+            or op_name(index) in ("clamp", "clamp_min", "clamp_max")
+        ):
             return False
         index = index.args[0]
     return False

@@ -1,4 +1,4 @@
-"""Recognise single ops whatever their spelling: relus, constants, tensors that are never negative."""
+"""Recognise single ops whatever their spelling: relus, constants, non-negative tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import torch.fx as fx
 from dsa_compile.passes.graph_tools import CASTS, is_float, is_view, op_name
 
 _NONNEGATIVE = frozenset(
-    {"relu", "sigmoid", "softmax", "_softmax", "_safe_softmax", "exp", "abs", "softplus", "square", "sqrt"}
+    {
+        "relu",
+        "sigmoid",
+        "softmax",
+        "_softmax",
+        "_safe_softmax",
+        "exp",
+        "abs",
+        "softplus",
+        "square",
+        "sqrt",
+    }
 )
 
 
@@ -105,4 +116,4 @@ def never_negative(node: object, depth: int = 0) -> bool:
         return never_negative(node.args[0], depth + 1)
     if name in ("mul", "add", "div"):
         return all(never_negative(a, depth + 1) for a in node.args[:2])
-    return name == "pow" and node.args[1] == 2
+    return bool(name == "pow" and node.args[1] == 2)

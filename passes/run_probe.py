@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
 
 from dsa_compile.passes.assign_roles import Layout
-from dsa_compile.passes.axis_labels import Labels
+from dsa_compile.passes.axis_labels import Axes, Axis, Labels
 from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.graph_tools import ancestors, is_size, is_tensor, op_name, value
 from dsa_compile.passes.recognise_ops import attribute, never_negative
@@ -31,6 +31,10 @@ class EagerLayout(Layout):
 
     def __init__(self, labels: Labels) -> None:
         super().__init__(labels, lambda target, *args: target(*args))  # type: ignore[arg-type]
+
+    def arrange(self, tensor: torch.Tensor, axes: Axes, groups: list[Axis]) -> torch.Tensor:
+        """``canonical`` for a real tensor."""
+        return cast(torch.Tensor, self.canonical(cast(fx.Node, tensor), axes, groups))
 
     def size(self, atom: int) -> int:
         return self.labels.sizes[self.labels.resolve([atom])[0]]
@@ -94,7 +98,9 @@ def evaluate(
                 raise ProbeError(f"the probe has no value for {node.name}")
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             try:
-                values[node] = node.target(*_on_cpu(args), **{k: _on_cpu(v) for k, v in kwargs.items()})  # type: ignore[operator]
+                values[node] = node.target(
+                    *_on_cpu(args), **{k: _on_cpu(v) for k, v in kwargs.items()}
+                )  # type: ignore[operator]
             except Exception as error:  # noqa: BLE001 - ops raise many kinds
                 first = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ProbeError(f"{op_name(node)} fails on the probe: {first}") from error
@@ -133,7 +139,9 @@ class Draw:
         assert isinstance(source, fx.Node)
         width = binding.shape(source)[-1]
         out = value(root)
-        shape = tuple(binding.extent(s) for s in (out[1] if isinstance(out, (tuple, list)) else out).shape)
+        shape = tuple(
+            binding.extent(s) for s in (out[1] if isinstance(out, (tuple, list)) else out).shape
+        )
         kept = shape[-1]
         order = torch.argsort(self._rand((*shape[:-1], width)), dim=-1)[..., :kept]
         scores = self.normal(shape, torch.float32).sort(dim=-1, descending=True).values
@@ -142,7 +150,9 @@ class Draw:
         dtype = out[0].dtype if isinstance(out, (tuple, list)) else torch.float32
         return {"values": scores.to(dtype), "indices": order}
 
-    def ids(self, shape: tuple[int, ...], dtype: torch.dtype, blocks: int, wild: str) -> torch.Tensor:
+    def ids(
+        self, shape: tuple[int, ...], dtype: torch.dtype, blocks: int, wild: str
+    ) -> torch.Tensor:
         """Published block ids: unique with -1 last, or with what ``wild`` names added."""
         width = shape[-1]
         order = torch.argsort(self._rand((*shape[:-1], max(width, blocks))), dim=-1)[..., :width]

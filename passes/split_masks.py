@@ -106,7 +106,9 @@ def _split_additive(roles: Roles, node: fx.Node, axes: Axes) -> tuple[list[Term]
     """Terms of an additive mask that holds 0 and hiding values alone, and addends that are data."""
     name = op_name(node)
     cone = ancestors([node], mask_leaf)
-    if any(mask_leaf(n) and is_float(n) and n.op != "get_attr" and not _hidden_float(n) for n in cone):
+    if any(
+        mask_leaf(n) and is_float(n) and n.op != "get_attr" and not _hidden_float(n) for n in cone
+    ):
         if name == "add" and node.kwargs.get("alpha", 1) == 1:
             lowered = lower_axes(roles.labels, node, axes)
             if lowered is not None and len(lowered) == 2:
@@ -135,7 +137,12 @@ def _split_additive(roles: Roles, node: fx.Node, axes: Axes) -> tuple[list[Term]
     if name == "mul":
         for one, other in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
             number = constant_of(other)
-            if number is not None and number <= HIDING and isinstance(one, fx.Node) and one in lowered:
+            if (
+                number is not None
+                and number <= HIDING
+                and isinstance(one, fx.Node)
+                and one in lowered
+            ):
                 flag = _flag(roles, one, lowered[one])
                 if flag is not None:
                     return _split(roles, flag[0], flag[1], flag[2]), []
@@ -150,7 +157,11 @@ def _flag(roles: Roles, node: fx.Node, axes: Axes) -> tuple[fx.Node, Axes, bool]
         return None
     if name in CASTS or is_view(node):
         (source,) = lowered
-        return (source, lowered[source], False) if _is_bool(source) else _flag(roles, source, lowered[source])
+        return (
+            (source, lowered[source], False)
+            if _is_bool(source)
+            else _flag(roles, source, lowered[source])
+        )
     if name in ("rsub", "sub"):
         one = node.args[0] if name == "sub" else node.args[1]
         source = node.args[1] if name == "sub" else node.args[0]  # type: ignore[assignment]
@@ -162,8 +173,10 @@ def _flag(roles: Roles, node: fx.Node, axes: Axes) -> tuple[fx.Node, Axes, bool]
 
 def _hidden_float(node: fx.Node) -> bool:
     """Floats a mask may read without being a bias: what a selection gave (its top scores)."""
-    return selection_root(node) is not None or op_name(node) in ("amax", "max") or (
-        op_name(node) == "getitem" and op_name(node.args[0]) == "max"
+    return (
+        selection_root(node) is not None
+        or op_name(node) in ("amax", "max")
+        or (op_name(node) == "getitem" and op_name(node.args[0]) == "max")
     )
 
 
@@ -171,7 +184,8 @@ def is_candidate(term: Term) -> bool:
     """Whether a term looks like membership: it reads a selection, or scatters or counts ids."""
     cone = ancestors([term.node], mask_leaf)
     return any(selection_root(n) is not None or op_name(n) in _SCATTERS for n in cone) or any(
-        op_name(n) in ("sum", "amax", "max") and not is_float(n.args[0]) for n in cone
+        op_name(n) in ("sum", "amax", "max") and not is_float(n.args[0])
+        for n in cone
         if n.args and is_tensor(n.args[0])
     )
 
@@ -205,7 +219,9 @@ def split_masks(trace: ScoreTrace, roles: Roles) -> Masks:
     unique = list(dict.fromkeys(terms))
     candidate = tuple(t for t in unique if is_candidate(t))
     residual = tuple(t for t in unique if t not in candidate)
-    return Masks(residual, candidate, addends[0] if addends else None, min(fills, default=float("-inf")))
+    return Masks(
+        residual, candidate, addends[0] if addends else None, min(fills, default=float("-inf"))
+    )
 
 
 def predicate(layout: Layout, term: Term) -> fx.Node:
@@ -253,7 +269,11 @@ class BoundReader:
     def _triangle(self, term: Term) -> tuple[str, fx.Node] | None:
         node, axes = term.node, term.labels()
         roles = self.roles
-        if constant_of(node.args[0]) is None or len(axes) < 2 or roles.labels.resolve(axes[-1]) != roles.positions:
+        if (
+            constant_of(node.args[0]) is None
+            or len(axes) < 2
+            or roles.labels.resolve(axes[-1]) != roles.positions
+        ):
             return None
         if roles.labels.resolve(axes[-2]) != roles.rows or any(axes[:-2]):
             return None
@@ -304,7 +324,11 @@ class BoundReader:
             return 0, [(1, canonical)], 0
         if name == "arange":
             start, step = _arange(node)
-            return (1, [], start) if step == 1 and isinstance(start, int) and flat == roles.positions else None
+            return (
+                (1, [], start)
+                if step == 1 and isinstance(start, int) and flat == roles.positions
+                else None
+            )
         deeper = lower_axes(roles.labels, node, axes)
         if deeper is None:
             return None

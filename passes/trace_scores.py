@@ -91,9 +91,14 @@ class ScoreTrace:
 
 def _transparent(node: fx.Node) -> bool:
     name = op_name(node)
-    known = is_view(node) or name in CASTS or name in _PIECES or name in ("sum", "mean", "cat", "stack")
-    return known or name == "getitem" and selection_root(node) is None or (
-        name in ("split", "unbind", "split_with_sizes", "chunk") or pointwise(node)
+    known = (
+        is_view(node) or name in CASTS or name in _PIECES or name in ("sum", "mean", "cat", "stack")
+    )
+    return (
+        known
+        or name == "getitem"
+        and selection_root(node) is None
+        or (name in ("split", "unbind", "split_with_sizes", "chunk") or pointwise(node))
     )
 
 
@@ -111,7 +116,12 @@ class Walker:
             if top in self._crossings:
                 order.pop()
                 continue
-            if not is_float(top) and op_name(top) not in ("split", "unbind", "split_with_sizes", "chunk"):
+            if not is_float(top) and op_name(top) not in (
+                "split",
+                "unbind",
+                "split_with_sizes",
+                "chunk",
+            ):
                 self._crossings[top] = math.inf
                 continue
             if relu_input(top) is not None:
@@ -172,7 +182,12 @@ class Walker:
             self._scale(node, bearing, found)
         elif name == "neg":
             found.constant = -found.constant
-        elif not (is_view(node) or name in CASTS or name in _PIECES or name in ("sum", "mean", "cat", "stack")):
+        elif not (
+            is_view(node)
+            or name in CASTS
+            or name in _PIECES
+            or name in ("sum", "mean", "cat", "stack")
+        ):
             raise Refusal(f"{name} stands between the head sum and the selection", 3)
         if not bearing:
             raise Refusal(f"the scores do not come through {name}", 3)
@@ -191,7 +206,8 @@ class Walker:
             raise Refusal("scores are mixed with other values under a condition", 3)
         if fill > HIDING:
             raise Refusal(
-                f"the mask value {fill:g} is within reach of real scores, so what is hidden could win", 4
+                f"the mask value {fill:g} is within reach of real scores: hidden ones could win",
+                4,
             )
         assert isinstance(cond, fx.Node)
         found.masks.append(MaskEvent(node, cond, kind, fill))
@@ -227,7 +243,9 @@ class Walker:
     def _factor(node: fx.Node, other: object, found: ScoreTrace, into: list[fx.Node]) -> None:
         number = constant_of(other)
         if number is not None:
-            found.constant *= number if op_name(node) == "mul" else 1.0 / number if number else math.nan
+            found.constant *= (
+                number if op_name(node) == "mul" else 1.0 / number if number else math.nan
+            )
         elif op_name(node) == "div":
             raise Refusal("the scores are divided by a tensor", 3)
         else:
@@ -255,7 +273,11 @@ class Walker:
             if is_view(node) or name in CASTS or name in _PIECES:
                 node = node.args[0]  # type: ignore[assignment]
                 continue
-            if name == "getitem" and op_name(node.args[0]) in ("unbind", "split", "split_with_sizes"):
+            if name == "getitem" and op_name(node.args[0]) in (
+                "unbind",
+                "split",
+                "split_with_sizes",
+            ):
                 found.path[node.args[0]] = None  # type: ignore[index]
                 node = node.args[0].args[0]  # type: ignore[union-attr,assignment]
                 continue
@@ -316,7 +338,17 @@ def _why_no_relu(score: fx.Node) -> str:
             continue
         seen.add(node)
         name = op_name(node)
-        if name in ("sigmoid", "silu", "gelu", "tanh", "softplus", "exp", "leaky_relu", "elu", "hardtanh"):
+        if name in (
+            "sigmoid",
+            "silu",
+            "gelu",
+            "tanh",
+            "softplus",
+            "exp",
+            "leaky_relu",
+            "elu",
+            "hardtanh",
+        ):
             return f"{name} stands where an indexer has its relu"
         if name in ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"):
             return "softmax stands where an indexer has its relu"
