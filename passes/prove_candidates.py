@@ -271,8 +271,10 @@ class CandidateProver:
         blocks = ", ".join(str(int(i)) for i in held[:6] if i >= 0) or "none"
         verb = "keeps" if shown[b, row, position] else "hides"
         place = "outside" if verb == "keeps" else "inside"
-        self.counterexample = f"row {row} {verb} position {position}, {place} its candidate blocks "
+        self.counterexample = (
+            f"row {row} {verb} position {position}, {place} its candidate blocks "
             f"{blocks} of {block}"
+        )
 
 
 def with_atom(found: Candidates, roles: Roles) -> Candidates:
