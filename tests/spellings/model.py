@@ -116,8 +116,11 @@ class Indexer(nn.Module):
         parts, axes = PRODUCTS[scorer.product](q, k)
         if self.format.scores is not None:
             parts = parts.to(self.format.scores)
-        parts = RELUS[scorer.relu](self.scale(parts, layer, "before"))
+        parts = self.activate(self.scale(parts, layer, "before"), axes, w, layer)
         return HEAD_SUMS[scorer.head_sum](self.scale(parts, layer, "after"), axes, w)
+
+    def activate(self, parts: Tensor, axes: str, w: Tensor, layer: int) -> Tensor:
+        return RELUS[self.scorer(layer).relu](parts)
 
     def loop_over_heads(self, q: Tensor, k: Tensor, w: Tensor, layer: int) -> Tensor:
         total = None
@@ -147,9 +150,7 @@ class Indexer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Causal and candidate masks applied to ``s``, in the order of the spelling."""
         p = self.spelling
-        mask = candidate_mask(
-            published, p.publish, p.rebuild, p.expansion, rows.positions, self.block
-        )
+        mask = self.candidates(published, rows)
         if p.publish == "additive table":
             s = self.hide(s, ok, rows, inputs) if p.order != "before" else s
             s = s + mask.to(s.dtype)
@@ -160,6 +161,12 @@ class Indexer(nn.Module):
         if p.order == "before":
             return self.hide(applied(p.candidate_form, s, mask, self.fill), ok, rows, inputs), mask
         return applied(p.candidate_form, self.hide(s, ok, rows, inputs), mask, self.fill), mask
+
+    def candidates(self, published: Tensor, rows: Rows) -> Tensor:
+        p = self.spelling
+        return candidate_mask(
+            published, p.publish, p.rebuild, p.expansion, rows.positions, self.block
+        )
 
     def publish(self, s: Tensor, ends: Tensor, rows: Rows) -> Tensor:
         p = self.spelling
