@@ -12,7 +12,7 @@ from torch import Tensor
 DEFAULT_WORKING_SET = 64 << 20
 _TILE_SCORES = 1 << 18
 _TILE_HEAD_ROWS = 256
-_GATHER_BYTES = 5 << 19
+_GATHER_BYTES = 5 << 18
 
 _working_set = DEFAULT_WORKING_SET
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .cpu_dense import Problem, dense_into, head_sum
+from .cpu_dense import Problem, dense_into
 from .cpu_plan import Part, gather_tile, parts, rows_within, scratch, working_set
 from .reference import NEG_INF
 
@@ -118,6 +118,45 @@ class _Rows:
         return bool(((self.starts == column) | (column >= self.end[:, None])).all())
 
 
+class _Tile:
+    """Buffers of one gathered tile: keys as stored, keys as multiplied, products."""
+
+    def __init__(self, like: Tensor, keys: Tensor, blocks: int, size: int, heads: int) -> None:
+        self.keys, self.size, self.heads = keys, size, heads
+        self.dim = keys.shape[1] // size
+        self.taken = torch.empty(blocks, keys.shape[1], dtype=keys.dtype)
+        same = keys.dtype == like.dtype
+        self.wide = self.taken if same else torch.empty_like(self.taken, dtype=like.dtype)
+        self.products = torch.empty(blocks * size, heads, dtype=like.dtype)
+
+    def take(self, index: Tensor) -> Tensor:
+        """The key blocks at ``index`` as [blocks * size, D] of the dtype of the products."""
+        count = index.shape[0]
+        taken, wide = self.taken[:count], self.wide[:count]
+        torch.index_select(self.keys, 0, index, out=taken)
+        if wide.dtype != taken.dtype:
+            wide.copy_(taken)
+        return wide.view(count * self.size, self.dim)
+
+    def score_row(self, out: Tensor, index: Tensor, q: Tensor, weights: Tensor, step: int) -> None:
+        """One row, ``step`` blocks at a time: index [n], q [D, H], weights [H], out [W]."""
+        for i in range(0, index.shape[0], step):
+            keys = self.take(index[i : i + step])
+            columns = keys.shape[0]
+            products = self.products[:columns]
+            torch.mm(keys, q, out=products)
+            first = i * self.size
+            torch.mv(products.relu_(), weights, out=out[first : first + columns])
+
+    def score_rows(self, out: Tensor, index: Tensor, q: Tensor, weights: Tensor) -> None:
+        """Several narrow rows at once: index [r, n], q [r, D, H], weights [r, H, 1]."""
+        count, columns = index.shape[0], index.shape[1] * self.size
+        keys = self.take(index.reshape(-1)).view(count, columns, self.dim)
+        products = self.products[: count * columns].view(count, columns, self.heads)
+        torch.bmm(keys, q, out=products)
+        out[:, :columns] = torch.bmm(products.relu_(), weights)[..., 0]
+
+
 def _gather_into(
     out: Tensor, problem: Problem, candidates: Candidates, runs: KeyRuns, rows: _Rows
 ) -> None:
@@ -125,31 +164,24 @@ def _gather_into(
     dtype, size = problem.dtype, candidates.sparse_block
     heads, dim = problem.q.shape[2:]
     count, width = out.shape
-    q = rows.part.of(problem.q).to(dtype).reshape(count, 1, heads, dim)
-    weights = rows.part.of(problem.weights).to(dtype).reshape(count, 1, heads)
+    # [D, H] a row: a tall product with few columns is the form that BLAS packs least for.
+    q = rows.part.of(problem.q).to(dtype).reshape(count, heads, dim).transpose(1, 2).contiguous()
+    weights = rows.part.of(problem.weights).to(dtype).reshape(count, heads, 1)
     item = torch.arange(rows.part.b0, rows.part.b1).repeat_interleave(rows.part.rows)
     index = rows.safe + runs.base[item, None]
+    needed = (rows.end + size - 1) // size
     columns = max(size, gather_tile(heads, dim, dtype.itemsize))
     row_step = max(1, min(count, columns // width))
-    block_step = max(1, columns // (row_step * size))
-    needed = ((rows.end + size - 1) // size).tolist()
-    tile = row_step * min(block_step, candidates.blocks.shape[2])
-    products = scratch(q, tile * size * heads, dtype)
-    taken = scratch(q, tile * size * dim, runs.keys.dtype)
-    converted = taken if taken.dtype == dtype else scratch(q, tile * size * dim, dtype)
-    for r0 in range(0, count, row_step):
-        r1 = min(r0 + row_step, count)
-        last = max(needed[r0:r1])
-        for n0 in range(0, last, block_step):
-            n1 = min(n0 + block_step, last)
-            some = index[r0:r1, n0:n1].reshape(-1)
-            used = some.shape[0] * size * dim
-            torch.index_select(runs.keys, 0, some, out=taken[:used].view(some.shape[0], size * dim))
-            if converted is not taken:
-                converted[:used].copy_(taken[:used])
-            keys = converted[:used].view(r1 - r0, (n1 - n0) * size, dim)
-            scores = head_sum(q[r0:r1], keys, weights[r0:r1], products)[:, 0]
-            out[r0:r1, n0 * size : n1 * size] = scores
+    block_step = max(1, min(columns // (row_step * size), candidates.blocks.shape[2]))
+    tile = _Tile(out, runs.keys, row_step * block_step, size, heads)
+    if row_step == 1:
+        for r, last in enumerate(needed.tolist()):
+            tile.score_row(out[r], index[r, :last], q[r], weights[r, :, 0], block_step)
+    else:
+        for r in range(0, count, row_step):
+            some = slice(r, r + row_step)
+            last = int(needed[some].max())
+            tile.score_rows(out[some], index[some, :last], q[some], weights[some])
     if problem.scale != 1.0:
         out.mul_(problem.scale)
     if runs.factors is not None and runs.factor_base is not None:
