@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from dsa_compile.passes.graph_tools import value
 
@@ -33,6 +36,7 @@ _POSITIONS = (
     2056,
     4104,
 )
+_SHIFTS = 16
 _OTHERS = (
     (2, 5, 3, 7, 11),
     (3, 2, 7, 5, 13),
@@ -64,20 +68,20 @@ class Binding:
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def extent(self, size: Any) -> Any:
-        """The int (float, bool) that a recorded size has under this binding."""
+        """The int (float, bool) that a recorded size has under this binding.
+
+        Raises:
+            ValueError: the size is no whole number.
+        """
         if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return size
         expr = size.node.expr
         if expr not in self.cache:
-            number = expr.xreplace(self.numbers) if hasattr(expr, "xreplace") else expr
-            if isinstance(size, torch.SymInt):
-                if not number.is_integer:
-                    raise ValueError(f"size {expr} is not whole at {self.numbers}")
-                self.cache[expr] = int(number)
-            else:
-                self.cache[expr] = (
-                    bool(number) if isinstance(size, torch.SymBool) else float(number)
-                )
+            number = _at(expr, self.numbers)
+            if isinstance(size, torch.SymInt) and number != int(number):
+                raise ValueError(f"size {expr} is not whole at {self.numbers}")
+            kind = {torch.SymInt: int, torch.SymBool: bool, torch.SymFloat: float}[type(size)]
+            self.cache[expr] = kind(number)
         return self.cache[expr]
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
@@ -85,67 +89,107 @@ class Binding:
         return tuple(self.extent(s) for s in value(node).shape)
 
 
+def _at(expr: Any, numbers: dict[sympy.Symbol, int]) -> Any:
+    """The value of an expression at whole numbers, by plain Python arithmetic."""
+    return sympy_interp(PythonReferenceAnalysis, numbers, expr)
+
+
 def _holds(guard: Any, numbers: dict[sympy.Symbol, int]) -> bool:
     try:
-        return bool(guard.xreplace(numbers) != sympy.false)
-    except Exception:  # noqa: BLE001 - sympy raises many kinds; an unreadable guard is no promise
+        return bool(_at(guard, numbers))
+    except Exception:  # noqa: BLE001 - an expression that cannot be read is no promise kept
         return False
 
 
-def bindings(
-    nodes: Iterable[fx.Node], score: fx.Node, *, at_least: int = 0, count: int = 2
-) -> list[Binding]:
-    """Distinct small bindings under which every recorded size is whole and every guard holds.
+class SizeBinder:
+    """Finds bindings for the parts of one graph and remembers them."""
 
-    Args:
-        nodes: nodes whose sizes must come out whole.
-        score: the scores that a selection reads; symbols of its last dim are key positions.
-        at_least: smallest number of positions wanted (a few candidate blocks).
-        count: number of bindings wanted.
+    def __init__(self) -> None:
+        self._guards: dict[frozenset[sympy.Symbol], list[Any]] = {}
+        self._found: dict[Any, list[Binding]] = {}
 
-    Returns:
-        At least one binding; one alone where all sizes are static or no second one fits.
-        An empty list means that no small sizes satisfy the graph's own guards.
-    """
-    values = [value(n) for n in nodes]
-    free = symbols_of(values)
-    if not free:
-        return [Binding({})]
-    position = symbols_of([value(score).shape[-1]])
-    shape_env = next(
-        v.fake_mode.shape_env
-        for v in values
-        if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")
-    )
-    guards = [g.expr for g in shape_env.guards] if shape_env is not None else []
-    guards = [g for g in guards if g.free_symbols & free and g.free_symbols <= free]
-    ranges = getattr(shape_env, "var_to_range", {}) or {}
-    ordered = sorted(free, key=str)
+    def bindings(
+        self, nodes: Iterable[fx.Node], score: fx.Node, *, at_least: int = 0, count: int = 2
+    ) -> list[Binding]:
+        """Distinct small bindings under which every recorded size is whole and every guard holds.
+
+        Args:
+            nodes: nodes whose sizes must come out whole.
+            score: the scores that a selection reads; symbols of its last dim are key positions.
+            at_least: smallest number of positions wanted (a few candidate blocks).
+            count: number of bindings wanted.
+
+        Returns:
+            At least one binding; one alone where all sizes are static or no second one fits.
+            An empty list means that no small sizes satisfy the graph's own guards.
+        """
+        values = [value(n) for n in nodes]
+        free = symbols_of(values)
+        if not free:
+            return [Binding({})]
+        position = symbols_of([value(score).shape[-1]])
+        lead = symbols_of(list(value(score).shape[:-1]))
+        position = position - lead or position
+        key = (frozenset(free), frozenset(position), at_least, count)
+        if key in self._found and all(_whole(b, values) for b in self._found[key]):
+            return self._found[key]
+        env = next(
+            v.fake_mode.shape_env
+            for v in values
+            if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")
+        )
+        guards = self._relevant(env, free)
+        found: list[Binding] = []
+        for group in _assignments(sorted(free, key=str), position, env, at_least):
+            for numbers in group:
+                if all(_holds(g, numbers) for g in guards) and _whole(Binding(numbers), values):
+                    found.append(Binding(numbers))
+                    break
+            if len(found) == count:
+                break
+        self._found[key] = found
+        return found
+
+    def _relevant(self, env: Any, free: set[sympy.Symbol]) -> list[Any]:
+        key = frozenset(free)
+        if key not in self._guards:
+            exprs = {g.expr for g in env.guards} if env is not None else set()
+            chosen = [g for g in exprs if g.free_symbols and g.free_symbols <= free]
+            self._guards[key] = sorted(chosen, key=lambda g: len(str(g)))
+        return self._guards[key]
+
+
+def _whole(binding: Binding, values: list[Any]) -> bool:
+    try:
+        for item in values:
+            for extent in item.shape if isinstance(item, torch.Tensor) else ():
+                if binding.extent(extent) < 0:
+                    return False
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        return False
+    return True
+
+
+def _assignments(
+    ordered: list[sympy.Symbol], position: set[sympy.Symbol], env: Any, at_least: int
+) -> Iterator[Iterator[dict[sympy.Symbol, int]]]:
+    """Numbers to try: one group a position size, of which one at the most is taken."""
+    ranges = getattr(env, "var_to_range", None) or {}
     rows = [s for s in ordered if s not in position]
-    found: list[Binding] = []
-    positions = [p for p in _POSITIONS if p >= at_least] or [at_least + 3]
-    for size in positions:
-        for others in _OTHERS:
-            numbers: dict[sympy.Symbol, int] = {}
-            for i, symbol in enumerate(sorted(position, key=str)):
-                numbers[symbol] = size + 2 * i
+    sizes = [p for p in _POSITIONS if p >= at_least] or [at_least + 3]
+
+    def group(turn: int, size: int) -> Iterator[dict[sympy.Symbol, int]]:
+        for at, shift in itertools.product(range(len(_OTHERS)), range(_SHIFTS)):
+            others = _OTHERS[(turn + at) % len(_OTHERS)]
+            numbers = {s: size + shift + 2 * i for i, s in enumerate(sorted(position, key=str))}
             for i, symbol in enumerate(rows):
                 numbers[symbol] = others[i % len(others)] + 12 * (i // len(others))
             for symbol in ordered:
                 if symbol in ranges:
-                    numbers[symbol] = max(numbers[symbol], int(ranges[symbol].lower))
-            if not all(_holds(g, numbers) for g in guards):
-                continue
-            binding = Binding({s: sympy.Integer(n) for s, n in numbers.items()})
-            try:
-                for item in values:
-                    for extent in item.shape if isinstance(item, torch.Tensor) else ():
-                        if binding.extent(extent) < 0:
-                            raise ValueError("negative size")
-            except (ValueError, TypeError, AttributeError, ZeroDivisionError):
-                continue
-            found.append(binding)
-            break
-        if len(found) == count:
-            break
-    return found
+                    low, high = ranges[symbol].lower, ranges[symbol].upper
+                    numbers[symbol] = max(numbers[symbol], int(low))
+                    if high.is_Integer:
+                        numbers[symbol] = min(numbers[symbol], int(high))
+            yield numbers
+
+    return (group(turn, size) for turn, size in enumerate(sizes))

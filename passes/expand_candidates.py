@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from dsa_compile.passes.assign_roles import Layout
 from dsa_compile.passes.axis_labels import Axes, LabelError, Labels
-from dsa_compile.passes.bind_sizes import bindings
+from dsa_compile.passes.bind_sizes import SizeBinder
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.gather_columns import ColumnGatherer, Frame
 from dsa_compile.passes.graph_tools import Emitter, ancestors, is_tensor, value
@@ -33,14 +33,15 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     calls = [
         n for n in graph.nodes if str(n.target) == _SELECT and n.kwargs.get("block_ids") is not None
     ]
+    binder = SizeBinder()
     for call in calls:
-        _expand(graph, call)
+        _expand(graph, call, binder)
     graph.eliminate_dead_code()
     graph_module.recompile()
     return PassResult(graph_module, bool(calls))
 
 
-def _expand(graph: fx.Graph, call: fx.Node) -> None:
+def _expand(graph: fx.Graph, call: fx.Node, binder: SizeBinder) -> None:
     emit = Emitter(graph, call)
     given = dict(call.kwargs)
     query, key, weights = call.args
@@ -74,7 +75,7 @@ def _expand(graph: fx.Graph, call: fx.Node) -> None:
         )
         for name in ("mask", "bias"):
             if isinstance(given.get(name), fx.Node):
-                extra[name] = _at_columns(emit, given[name], columns)  # type: ignore[arg-type]
+                extra[name] = _at_columns(emit, given[name], columns, binder)  # type: ignore[arg-type]
     logits = emit(
         torch.ops.dsa.sparse_mqa_logits.default,
         query,
@@ -112,10 +113,10 @@ def _expand(graph: fx.Graph, call: fx.Node) -> None:
     call.replace_all_uses_with(mapped)
 
 
-def _at_columns(emit: Emitter, mask: fx.Node, columns: fx.Node) -> fx.Node:
+def _at_columns(emit: Emitter, mask: fx.Node, columns: fx.Node, binder: SizeBinder) -> fx.Node:
     """A canonical mask at the candidate columns, re-evaluated there where its ops allow it."""
     cone = [n for n in ancestors([mask], mask_leaf) if is_tensor(n)]
-    bound = bindings(cone, mask, count=1)
+    bound = binder.bindings(cone, mask, count=1)
     if not bound:
         return _gathered(emit, mask, columns)
     labels = Labels(bound[0])

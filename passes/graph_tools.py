@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -120,6 +120,37 @@ def ancestors(
         if not stop(node):
             stack.extend(node.all_input_nodes)
     return list(seen)
+
+
+def signature(nodes: Iterable[fx.Node], leaf: Callable[[fx.Node], bool]) -> Hashable:
+    """A key that two lists of nodes share exactly when they do the same to equal leaves.
+
+    Args:
+        nodes: in graph order, so that equal parts list equal nodes at equal places.
+        leaf: nodes of which only dtype and sizes matter.
+    """
+    place: dict[fx.Node, int] = {}
+    rows: list[Hashable] = []
+
+    def plain(arg: Any) -> Hashable:
+        if isinstance(arg, fx.Node):
+            return ("node", place.get(arg, -1))
+        if isinstance(arg, (list, tuple)):
+            return tuple(plain(a) for a in arg)
+        return repr(arg)
+
+    for at, node in enumerate(nodes):
+        place[node] = at
+        held = value(node)
+        if is_size(node):
+            rows.append(("size", held.node.expr))
+        elif leaf(node) and isinstance(held, torch.Tensor):
+            sizes = tuple(s if isinstance(s, int) else s.node.expr for s in held.shape)
+            rows.append(("leaf", held.dtype, sizes, node.target if node.op == "get_attr" else ""))
+        else:
+            kwargs = tuple((k, plain(v)) for k, v in node.kwargs.items())
+            rows.append((str(node.target), plain(node.args), kwargs))
+    return tuple(rows)
 
 
 def where_in_model(node: fx.Node) -> str:

@@ -6,7 +6,9 @@ probe has not shown to be equal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -14,7 +16,7 @@ import torch.fx as fx
 import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
 from dsa_compile.passes.assign_roles import Roles, assign_roles
 from dsa_compile.passes.axis_labels import LabelError
-from dsa_compile.passes.bind_sizes import Binding, bindings
+from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.build_call import CallBuilder
 from dsa_compile.passes.check_slots import check_leak
 from dsa_compile.passes.context import PassContext, PassResult
@@ -24,14 +26,22 @@ from dsa_compile.passes.graph_tools import (
     aten,
     dtype_of,
     is_float,
+    is_size,
     is_tensor,
     op_name,
     selection_root,
+    signature,
     value,
     where_in_model,
 )
 from dsa_compile.passes.match_publishers import Publisher, read_publisher
-from dsa_compile.passes.prove_candidates import CandidateProver, Candidates, block_hint, with_atom
+from dsa_compile.passes.prove_candidates import (
+    CandidateProver,
+    Candidates,
+    block_hint,
+    mask_leaves,
+    with_atom,
+)
 from dsa_compile.passes.prove_indexer import IndexerProver
 from dsa_compile.passes.read_selection import (
     Selection,
@@ -40,6 +50,7 @@ from dsa_compile.passes.read_selection import (
     same_slots,
     selections,
 )
+from dsa_compile.passes.recognise_ops import never_negative
 from dsa_compile.passes.run_probe import TooLarge, memory, needed
 from dsa_compile.passes.sites import Site, SitePair
 from dsa_compile.passes.split_masks import Masks, Term, is_candidate, mask_leaf, split_masks
@@ -57,6 +68,15 @@ class _Looked:
     notes: tuple[str, ...] = ()
 
 
+@dataclass
+class _Shared:
+    """What the sites of one graph share: the walk's memory, sizes, and proofs of equal parts."""
+
+    walker: Walker = field(default_factory=Walker)
+    binder: SizeBinder = field(default_factory=SizeBinder)
+    proofs: dict[Hashable, Any] = field(default_factory=dict)
+
+
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     """Replace every proven indexer of a functional ATen graph.
 
@@ -65,14 +85,14 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
         context: its recorder receives one :class:`Site` a selection and one pair a replacement.
     """
     graph = graph_module.graph
-    walker = Walker()
+    shared = _Shared()
     found = selections(graph)
     scores = {n.args[0] for n in found}
     ranked = [n for n in found if not _ranks_blocks(n, scores)]  # type: ignore[arg-type]
     results: list[tuple[Site, SitePair | None]] = []
     # Later sites first: a consumer is proven on its source's own selection, before its removal.
     for node in reversed(ranked):
-        results.append(_look_at(graph, node, walker, context))
+        results.append(_look_at(graph, node, shared, context))
     for site, pair in reversed(results):
         if pair is not None:
             context.recorder.pairs.append(replace(pair, site=len(context.recorder.sites)))
@@ -84,14 +104,14 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
 
 
 def _look_at(
-    graph: fx.Graph, node: fx.Node, walker: Walker, context: PassContext
+    graph: fx.Graph, node: fx.Node, shared: _Shared, context: PassContext
 ) -> tuple[Site, SitePair | None]:
     """Match one selection; a refusal leaves the graph as it was and becomes the site's reason."""
     looked = _Looked()
     where = where_in_model(node)
     try:
         selection = read_selection(node)
-        site, pair = _Matcher(graph, selection, walker, context, looked).match()
+        site, pair = _Matcher(graph, selection, shared, context, looked).match()
         return replace(site, where=where), pair
     except Refusal as refusal:
         k = constant_k(node.args[1]) if op_name(node) == "topk" else None  # type: ignore[arg-type]
@@ -133,17 +153,17 @@ class _Matcher:
         self,
         graph: fx.Graph,
         selection: Selection,
-        walker: Walker,
+        shared: _Shared,
         context: PassContext,
         looked: _Looked,
     ) -> None:
-        self.graph, self.selection, self.walker = graph, selection, walker
+        self.graph, self.selection, self.shared = graph, selection, shared
         self.options, self.provider = context.options, context.provider
         self.looked = looked
 
     def match(self) -> tuple[Site, SitePair]:
         """Propose, prove and replace."""
-        trace = self.walker.trace(self.selection.score)
+        trace = self.shared.walker.trace(self.selection.score)
         bound = self._bind(trace)
         roles = assign_roles(trace, bound[0])
         self.looked.heads = roles.labels.extent(roles.heads)
@@ -192,7 +212,9 @@ class _Matcher:
             if value(n) is not None and (is_tensor(n) or isinstance(value(n), torch.SymInt))
         ]
         members = tuple(Term(m, (), True) for m in masks if is_candidate(Term(m, (), True)))
-        found = bindings(nodes, trace.score, at_least=block_hint(members) if members else 0)
+        found = self.shared.binder.bindings(
+            nodes, trace.score, at_least=block_hint(members) if members else 0
+        )
         if not found:
             raise Refusal("no small sizes satisfy the guards of the graph", 5)
         size = memory([*trace.path, *leaves], found[0])
@@ -230,7 +252,8 @@ class _Matcher:
         ]
         self.shown = shown
         guards = {*selection.values, *gathers, *shown}
-        extra = [u for u in trace.score.users if u is not selection.node and u not in gathers]
+        own = {selection.node, *gathers}
+        extra = [u for u in trace.score.users if u not in own and not _only_shape(u)]
         for node in trace.path:
             if node is trace.score:
                 continue
@@ -273,8 +296,19 @@ class _Matcher:
                 raise Refusal("the candidates come from the layer's own scores", 7)
         if len(masks.candidate) > 1:
             raise Refusal("more than one mask looks like candidate blocks", 7)
-        prover = CandidateProver(masks.candidate[0], roles, self.options.seed)
-        found = prover.prove()
+        term = masks.candidate[0]
+        cone = sorted(ancestors([term.node], mask_leaf))
+        key = (
+            "candidates",
+            signature(cone, mask_leaf),
+            _shape(roles),
+            term.axes_in(roles),
+            term.want,
+        )
+        if key not in self.shared.proofs:
+            proven = CandidateProver(term, roles, self.options.seed).prove()
+            self.shared.proofs[key] = proven.located(cone)
+        found = self.shared.proofs[key].at(cone, roles)
         self.looked.block_size = found.block_size
         return with_atom(found, roles)
 
@@ -289,13 +323,23 @@ class _Matcher:
         size = memory(needed(targets, leaves), bound[0]) if len(bound) == 1 else 0
         if size > self.options.probe_memory_bytes:
             raise TooLarge
-        prover = IndexerProver(trace, call, self.options.seed + 1)
-        prover.check(roles, self.options.draws)
-        for other in bound[1:]:
-            prover.check(assign_roles(trace, other), self.options.draws)
-        if prover.scale is None:
-            raise Refusal("no probe showed a single score", 9)
-        call.kwargs = {**call.kwargs, "scale": prover.scale}
+        given = {*leaves, *mask_leaves([e.mask for e in trace.masks])}
+        part = sorted(ancestors(targets, lambda n: n in given or is_size(n)))
+        key = (
+            "indexer",
+            signature([*part, call], lambda n: n in given),
+            _shape(roles),
+            tuple(never_negative(n) for n in leaves),
+        )
+        if key not in self.shared.proofs:
+            prover = IndexerProver(trace, call, self.options.seed + 1)
+            prover.check(roles, self.options.draws)
+            for other in bound[1:]:
+                prover.check(assign_roles(trace, other), self.options.draws)
+            if prover.scale is None:
+                raise Refusal("no probe showed a single score", 9)
+            self.shared.proofs[key] = prover.scale
+        call.kwargs = {**call.kwargs, "scale": self.shared.proofs[key]}
 
     def _replace(
         self,
@@ -336,6 +380,13 @@ class _Matcher:
             progress=10,
         )
         return site, SitePair(0, trace.score.name, old_name, indices.name)
+
+
+def _shape(roles: Roles) -> Hashable:
+    """The sizes that a proof was made with."""
+    labels = roles.labels
+    groups = (roles.batch, roles.rows, roles.positions, roles.heads, roles.dims)
+    return tuple(tuple(labels.sizes[a] for a in labels.resolve(g)) for g in groups)
 
 
 def _as(emit: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:

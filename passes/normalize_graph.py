@@ -49,7 +49,9 @@ def merge_repeats(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _detach_shapes(graph: fx.Graph) -> bool:
+    """Take every size from the earliest tensor that has it, and every fill from sizes."""
     known: dict[Any, fx.Node] = {}
+    carriers: dict[Any, tuple[fx.Node, int]] = {}
     changed = False
     for node in list(graph.nodes):
         recorded = value(node)
@@ -60,11 +62,15 @@ def _detach_shapes(graph: fx.Graph) -> bool:
                 graph.erase_node(node)
                 changed = True
                 continue
+            if op_name(node) == "sym_size" and expr in carriers:
+                node.args = carriers[expr]
             known.setdefault(expr, node)
-        elif node.op == "placeholder" and isinstance(recorded, torch.Tensor):
-            pass
-        if op_name(node) in _FILLS and isinstance(recorded, torch.Tensor):
-            changed |= _fill_by_size(graph, node, recorded, known)
+        elif isinstance(recorded, torch.Tensor):
+            if op_name(node) in _FILLS:
+                node = _fill_by_size(graph, node, recorded, known, carriers)
+            for dim, extent in enumerate(recorded.shape):
+                if isinstance(extent, torch.SymInt):
+                    carriers.setdefault(extent.node.expr, (node, dim))
     return changed
 
 
@@ -90,20 +96,30 @@ def _hoist_sizes(graph: fx.Graph) -> None:
 
 
 def _fill_by_size(
-    graph: fx.Graph, node: fx.Node, recorded: torch.Tensor, known: dict[Any, fx.Node]
-) -> bool:
-    sizes: list[fx.Node | int] = []
-    for extent in recorded.shape:
-        if isinstance(extent, int):
-            sizes.append(extent)
-        elif extent.node.expr in known:
-            sizes.append(known[extent.node.expr])
-        else:
-            return False
+    graph: fx.Graph,
+    node: fx.Node,
+    recorded: torch.Tensor,
+    known: dict[Any, fx.Node],
+    carriers: dict[Any, tuple[fx.Node, int]],
+) -> fx.Node:
+    """The fill with explicit sizes, or the node as it is where a size is found nowhere else."""
+    exprs = [s.node.expr for s in recorded.shape if isinstance(s, torch.SymInt)]
+    if any(e not in known and e not in carriers for e in exprs):
+        return node
     fill: Any = _FILLS[op_name(node)]
     if fill is None:
         fill = node.args[2 if op_name(node) == "new_full" else 1]
     with graph.inserting_before(node):
+        sizes: list[fx.Node | int] = []
+        for extent in recorded.shape:
+            if isinstance(extent, int):
+                sizes.append(extent)
+                continue
+            expr = extent.node.expr
+            if expr not in known:
+                known[expr] = graph.call_function(aten.sym_size.int, carriers[expr])
+                known[expr].meta["val"] = extent
+            sizes.append(known[expr])
         fresh = graph.call_function(
             aten.full.default,
             (sizes, fill),
@@ -112,4 +128,4 @@ def _fill_by_size(
     fresh.meta = dict(node.meta)
     node.replace_all_uses_with(fresh)
     graph.erase_node(node)
-    return True
+    return fresh

@@ -35,6 +35,25 @@ _MAX_BLOCK = 1024
 
 
 @dataclass(frozen=True)
+class Located:
+    """Candidates of a cone by index; ``lead`` says which order of rows the ids have."""
+
+    ids: int
+    valid: int | None
+    order: int
+    block_size: int
+
+    def at(self, cone: list[fx.Node], roles: Roles) -> Candidates:
+        """The candidates that this describes in a cone equal to the one it was found in."""
+        ids = cone[self.ids]
+        shape = roles.labels.binding.shape(ids)
+        axes = _lead_axes(roles, shape, self.order)
+        valid = None if self.valid is None else cone[self.valid]
+        labels = (*(tuple(a) for a in axes), ())
+        return Candidates(ids, valid, labels, self.block_size, _root_of(ids), self.order)
+
+
+@dataclass(frozen=True)
 class Candidates:
     """The ids behind a membership term.
 
@@ -44,6 +63,7 @@ class Candidates:
         axes: atoms of the ids' dims.
         block_size: positions a block.
         root: the selection that made the ids in this graph, None where they come from outside.
+        order: which of the possible orders of rows the leading dims have.
     """
 
     ids: fx.Node
@@ -51,6 +71,13 @@ class Candidates:
     axes: tuple[tuple[int, ...], ...]
     block_size: int
     root: fx.Node | None
+    order: int
+
+    def located(self, cone: list[fx.Node]) -> Located:
+        """The same finding by places in a cone, so that it serves an equal cone elsewhere."""
+        where = {n: i for i, n in enumerate(cone)}
+        valid = None if self.valid is None else where[self.valid]
+        return Located(where[self.ids], valid, self.order, self.block_size)
 
     def emit(self, layout: Layout, roles: Roles) -> fx.Node:
         """The ids as one ``[B|1, S|1, C]`` node, -1 where unused."""
@@ -132,6 +159,16 @@ def _orders(roles: Roles, rank: int) -> list[Axes]:
     return out
 
 
+def _lead_axes(roles: Roles, shape: tuple[int, ...], order: int) -> Axes:
+    lead = _orders(roles, len(shape) - 1)[order]
+    return [a if s != 1 else [] for a, s in zip(lead, shape[:-1], strict=True)]
+
+
+def _root_of(ids: fx.Node) -> fx.Node | None:
+    roots = {selection_root(n) for n in ancestors([ids], mask_leaf)} - {None}
+    return roots.pop() if len(roots) == 1 else None
+
+
 class CandidateProver:
     """Tries hypotheses about one membership term, cheapest first."""
 
@@ -150,7 +187,6 @@ class CandidateProver:
         Raises:
             Refusal: none holds; the counterexample is that of the closest.
         """
-        own = set(self.cone)
         for block in [h for h in _hints(self.cone, self.binding) if h < self.total] or [8]:
             for found in self._hypotheses(block):
                 if not self._holds(found, ("full", "prefix")):
@@ -164,7 +200,6 @@ class CandidateProver:
                         self.counterexample,
                     )
                 return found
-        del own
         raise Refusal(
             "the mask is not membership in published candidate blocks of one size",
             7,
@@ -182,16 +217,13 @@ class CandidateProver:
                 for n in ordered
                 if is_tensor(n) and dtype_of(n) == torch.bool and self.binding.shape(n) == shape
             ]
-            roots = {selection_root(n) for n in ancestors([ids], mask_leaf)} - {None}
-            root = roots.pop() if len(roots) == 1 else None
-            for lead in _orders(self.roles, len(shape) - 1):
+            for order, lead in enumerate(_orders(self.roles, len(shape) - 1)):
                 extents = [self.roles.labels.extent(a) for a in lead]
                 if any(s not in (1, e) for s, e in zip(shape[:-1], extents, strict=True)):
                     continue
-                axes = [a if s != 1 else [] for a, s in zip(lead, shape[:-1], strict=True)]
+                labels = (*(tuple(a) for a in _lead_axes(self.roles, shape, order)), ())
                 for valid in [None, *flags]:
-                    labels = (*(tuple(a) for a in axes), ())
-                    out.append(Candidates(ids, valid, labels, block, root))
+                    out.append(Candidates(ids, valid, labels, block, _root_of(ids), order))
         return out
 
     def _may_be_ids(self, node: fx.Node) -> bool:

@@ -45,6 +45,14 @@ class Term:
     axes: tuple[tuple[int, ...], ...]
     want: bool
 
+    def axes_in(self, roles: Roles) -> tuple[tuple[str, ...], ...]:
+        """The axes by role, the same for equal terms of different sites."""
+        names = {a: f"b{i}" for i, a in enumerate(roles.batch)}
+        names |= {a: f"s{i}" for i, a in enumerate(roles.rows)}
+        names |= {a: f"t{i}" for i, a in enumerate(roles.positions)}
+        resolved = (roles.labels.resolve(a) for a in self.axes)
+        return tuple(tuple(names.get(a, "?") for a in axis) for axis in resolved)
+
     def labels(self) -> Axes:
         """The axes as lists, as the labelling takes them."""
         return [list(a) for a in self.axes]
