@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +53,11 @@ def compare_selections(scores: Tensor, before: Tensor, after: Tensor) -> Agreeme
         ranks above every number.
     """
     positions = scores.shape[-1]
-    scores = scores.reshape(-1, positions)
-    rows = scores.shape[0]
+    rows = math.prod(scores.shape[:-1])
+    scores = scores.reshape(rows, positions)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores.masked_fill(hidden(scores), -torch.inf)
-    picked = [_picked(scores, selection.reshape(rows, -1)) for selection in (before, after)]
+    picked = [_picked(scores, s.reshape(rows, s.shape[-1])) for s in (before, after)]
     width = max(p.shape[1] for p in picked)
     sets, ranks = [], []
     for picks in picked:

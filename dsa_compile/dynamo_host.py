@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dsa_compile.errors import DsaError, PassError, SlowPathWarning
+from dsa_compile.errors import DsaError, SlowPathWarning
 
 # Takes a functional ATen graph and gives what runs in its place.
 Compile = Callable[[fx.GraphModule], Callable[..., Any]]
-
-# Prefill, decode and each cache length that Python sees may need a graph of their own.
-RECOMPILE_LIMIT = 64
 
 
 class DynamoHost:
@@ -48,15 +45,14 @@ class DynamoHost:
         """Run the model.
 
         Raises:
-            DsaError: as raised by ``compile``; anything else it raises comes as PassError.
+            DsaError: as raised by ``compile``.
         """
         from torch._dynamo import config as dynamo
         from torch._dynamo.exc import BackendCompilerFailed
 
-        options: dict[str, Any] = {"specialize_float": True, "recompile_limit": RECOMPILE_LIMIT}
         self._entered = 0
         try:
-            with dynamo.patch(options):
+            with dynamo.patch(specialize_float=True):
                 result = self._run(self.model.forward, args, kwargs)
         except BackendCompilerFailed as failed:
             inner = getattr(failed, "inner_exception", None)
@@ -80,13 +76,7 @@ class DynamoHost:
             if len(placeholders) == len(origins):
                 for node, origin in zip(placeholders, origins, strict=True):
                     node.meta["dsa_origin"] = origin
-            try:
-                return self._boxed(self._compile(functional))
-            except DsaError:
-                raise
-            except Exception as fault:
-                # Dynamo takes some exceptions for graph breaks and would go on without a word.
-                raise PassError(f"a pass failed: {type(fault).__name__}: {fault}") from fault
+            return self._boxed(self._compile(functional))
 
         def with_gradients(functional: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             self.notes.append("a part of the model turns gradients on; it runs as it is")

@@ -101,12 +101,13 @@ def capture(
     flat = _Flat(model, rebuild, out_specs.append)
     flat.training = False
     with ModelState(model, tensors=False).kept():
-        program, notes = _export(flat, inputs, dynamic)
+        program, notes, kept_dynamic = _export(flat, inputs, dynamic)
     lifted = unlift(program, model, prefix="model.")
     live_names = [name for name, is_live in zip(names, live, strict=True) if is_live]
     guards = tuple(program._guards_code)
     leaves = _describe(names, values, live, lifted.inputs)
-    notes += _static_notes(live_names, inputs, lifted.inputs, guards)
+    if kept_dynamic:
+        notes += _static_notes(live_names, inputs, lifted.inputs, guards)
     return ExportedGraph(
         lifted.graph_module,
         signature,
@@ -130,8 +131,8 @@ def _dims(value: Any, numbers: bool) -> Any:
 
 def _export(
     flat: nn.Module, inputs: tuple[Any, ...], dynamic: bool | None
-) -> tuple[Any, tuple[str, ...]]:
-    """The decomposed program, and notes on what had to be given up to get it."""
+) -> tuple[Any, tuple[str, ...], bool]:
+    """The decomposed program, notes on what was given up to get it, and if it has dynamic sizes."""
     attempts: list[tuple[str, Any]] = [("", None)]
     if dynamic is not False:
         keep_numbers = (tuple(_dims(v, True) for v in inputs),)
@@ -142,6 +143,8 @@ def _export(
             ("no size could be kept dynamic", None),
         ]
     notes: tuple[str, ...] = ()
+    if dynamic is False:
+        notes = ("all sizes are captured as they are, since dynamic=False",)
     fault: Exception | None = None
     for loss, shapes in attempts:
         if fault is not None:
@@ -151,7 +154,8 @@ def _export(
                 # torch's own deprecations, raised while it copies its tree specifications.
                 warnings.filterwarnings("ignore", category=FutureWarning)
                 program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
-                return program.run_decompositions(composite_decompositions()), notes
+                program = program.run_decompositions(composite_decompositions())
+                return program, notes, shapes is not None
         except Exception as error:
             fault = error
     raise CaptureError(f"torch.export could not capture the model: {_first_line(fault)}") from fault

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Mapping
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsa_compile.passes.sites import Site
 
@@ -143,11 +145,11 @@ class Report:
         if self.sites:
             table = Table(show_lines=False, pad_edge=False)
             for column in COLUMNS:
-                numeric = column in ("graph", "heads x dim", "block", "k")
-                table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-            for site in self.sites:
+                justify: Literal["left", "right"] = "right" if column in NUMERIC else "left"
+                table.add_column(column, justify=justify, overflow="fold")
+            for site, cells in rows(self.sites):
                 style = "" if site.status == "kept" else "green"
-                table.add_row(*map(Text, row(site)), style=style)
+                table.add_row(*map(Text, cells), style=style)
             yield table
         if changes := self.op_changes():
             table = Table(pad_edge=False)
@@ -163,16 +165,34 @@ class Report:
             yield Text(f"note: {note}")
 
 
-COLUMNS = ("graph", "where", "kind", "status", "heads x dim", "block", "k", "provider", "why")
+COLUMNS = (
+    "graph", "sites", "where", "kind", "status", "heads x dim", "block", "k", "provider", "why"
+)  # fmt: skip
+NUMERIC = frozenset({"graph", "sites", "heads x dim", "block", "k"})
 
 
-def row(site: Site) -> tuple[str, ...]:
-    """A site's cells, in the order of ``COLUMNS``."""
+def rows(sites: Iterable[Site]) -> list[tuple[Site, tuple[str, ...]]]:
+    """Table rows in the order of ``COLUMNS``, layers that are alike counted in one row."""
+    numbers = Counter(sites)
+    return [(site, _row(site, number)) for site, number in numbers.items()]
+
+
+def short_place(where: str) -> str:
+    """``where`` without the folders that all places share: installed packages, the current one."""
+    for marker in ("site-packages/", f"{os.getcwd()}/"):
+        _, found, rest = where.partition(marker)
+        if found:
+            return rest
+    return where
+
+
+def _row(site: Site, number: int) -> tuple[str, ...]:
     shape = f"{site.heads} x {site.head_dim}" if site.heads and site.head_dim else "-"
     why = [site.reason, site.counterexample, *site.notes]
     return (
         str(site.graph),
-        site.where,
+        str(number),
+        short_place(site.where),
         site.kind,
         site.status,
         shape,

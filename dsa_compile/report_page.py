@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from dsa_compile.report import COLUMNS, Report, row
+from dsa_compile.report import COLUMNS, NUMERIC, Report, rows
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff; }
@@ -19,7 +19,7 @@ tr.kept td.status { color: #8a5200; }
 td.where, td.op { font-family: ui-monospace, monospace; }
 """
 
-_NUMBERS = {"graph", "heads x dim", "block", "k", "before", "after"}
+_NUMBERS = NUMERIC | {"before", "after"}
 
 
 def page(report: Report) -> str:
@@ -32,8 +32,8 @@ def page(report: Report) -> str:
         f"<p>{escape(report.summary())}</p>",
     ]
     if report.sites:
-        rows = [(site.status, row(site)) for site in report.sites]
-        parts += ["<h2>Selections</h2>", _table(COLUMNS, rows)]
+        cells = [(site.status, row) for site, row in rows(report.sites)]
+        parts += ["<h2>Selections</h2>", _table(COLUMNS, cells)]
     if not report.matched:
         parts.append(f"<p>{escape(report.explain_miss())}</p>")
     if changes := report.op_changes():
@@ -46,7 +46,7 @@ def page(report: Report) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _table(columns: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]) -> str:
+def _table(columns: Iterable[str], lines_of: Iterable[tuple[str, Iterable[str]]]) -> str:
     columns = tuple(columns)
     classes = ["number" if c in _NUMBERS else c for c in columns]
     lines = ["<table>", "<tr>"]
@@ -55,7 +55,7 @@ def _table(columns: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]) ->
         for kind, column in zip(classes, columns, strict=True)
     ]
     lines.append("</tr>")
-    for status, cells in rows:
+    for status, cells in lines_of:
         lines.append(f'<tr class="{escape(status)}">')
         lines += [
             f'<td class="{kind}">{escape(cell)}</td>'

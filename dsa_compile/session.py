@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from dsa_compile.config import Config
-from dsa_compile.errors import NoMatchError, NoMatchWarning
+from dsa_compile.errors import NoMatchError, NoMatchWarning, PassError
 from dsa_compile.passes.context import MatchOptions
 from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
 from dsa_compile.passes.sites import Site
@@ -76,12 +76,20 @@ class Session:
         )
 
     def add(self, graph_module: fx.GraphModule) -> CapturedGraph:
-        """Run the passes over one graph and keep it."""
+        """Run the passes over one graph and keep it.
+
+        Raises:
+            PassError: a pass failed.
+        """
         from torch.utils._python_dispatch import _disable_current_modes
 
         # Proofs run on real numbers, also while a compiler's fake tensors are in force.
-        with _disable_current_modes(), torch.no_grad():
-            result = run_pipeline(graph_module, options=self._options, provider=self.provider)
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                result = run_pipeline(graph_module, options=self._options, provider=self.provider)
+        except Exception as fault:
+            # Dynamo takes some exceptions for graph breaks and would go on without a word.
+            raise PassError(f"a pass failed: {type(fault).__name__}: {fault}") from fault
         graph = CapturedGraph(self, len(self.graphs), graph_module, result)
         self.graphs.append(graph)
         self._trace(graph)

@@ -13,7 +13,7 @@ from dsa_compile.call_inputs import clone_inputs
 from dsa_compile.compare import Agreement, compare_selections, largest_difference
 from dsa_compile.optimized_module import check_mode, engine_of, original_of
 from dsa_compile.passes.sites import Site, SitePair
-from dsa_compile.report import render
+from dsa_compile.report import render, short_place
 from dsa_compile.session import CapturedGraph
 from dsa_compile.state import ModelState
 
@@ -88,7 +88,14 @@ class Verification:
             site = entry.site
             agreed = f"{entry.same_rows} of {entry.rows}"
             difference = f"{entry.largest_score_difference:.3g}"
-            cells = (str(site.graph), site.where, site.kind, site.status, agreed, difference)
+            cells = (
+                str(site.graph),
+                short_place(site.where),
+                site.kind,
+                site.status,
+                agreed,
+                difference,
+            )
             table.add_row(*map(Text, cells))
         if self.sites:
             yield table
