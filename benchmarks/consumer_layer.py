@@ -42,7 +42,7 @@ class ConsumerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.block_size = config.block_size
+        self.block_size, self.topk = config.block_size, config.index_topk
         self.indexer = Indexer(config)
 
     def forward(self, x: Tensor, q_latent: Tensor, keys: Tensor, block_ids: Tensor) -> Tensor:
@@ -52,7 +52,11 @@ class ConsumerLayer(nn.Module):
         keep = torch.zeros(*spare.shape[:2], blocks + 1, dtype=torch.bool, device=x.device)
         keep = keep.scatter_(-1, spare, True)[..., :blocks]
         candidates = keep.repeat_interleave(self.block_size, dim=-1)[..., :positions]
-        return self.indexer(x, q_latent, keys, candidates)[0]
+        logits, _ = self.indexer.score(x, q_latent, keys)
+        logits = logits.masked_fill(~candidates, float("-inf"))
+        top = logits.topk(min(self.topk, positions), dim=-1)
+        # By score: how many of the given ids are in use is not known here.
+        return top.indices.masked_fill(top.values == float("-inf"), -1)
 
 
 def build(case: Case) -> tuple[ConsumerLayer, tuple[Tensor, ...]]:

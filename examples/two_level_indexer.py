@@ -64,6 +64,19 @@ class Indexer(nn.Module):
     def forward(
         self, x: Tensor, q_latent: Tensor, keys: Tensor, candidates: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        positions = keys.shape[1]
+        logits, lengths = self.score(x, q_latent, keys)
+        published = None
+        if candidates is None:
+            published = self.publish(logits, lengths)
+        else:
+            logits = logits.masked_fill(~candidates, NEG)
+        picks = logits.topk(min(self.config.index_topk, positions), dim=-1, sorted=False).indices
+        picks = picks.sort(dim=-1).values
+        return torch.where(picks < lengths, picks, -1), published
+
+    def score(self, x: Tensor, q_latent: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores [B, S, T], -inf where a row may not look, and the rows' lengths [S, 1]."""
         c = self.config
         rows, positions = x.shape[1], keys.shape[1]
         start = positions - rows
@@ -76,16 +89,7 @@ class Indexer(nn.Module):
         logits = (logits.relu_() * weights.unsqueeze(-1)).sum(dim=2)
         lengths = torch.arange(start + 1, positions + 1, device=x.device).unsqueeze(-1)
         hidden = torch.arange(positions, device=x.device) >= lengths
-        logits = logits.masked_fill(hidden, NEG)
-
-        published = None
-        if candidates is None:
-            published = self.publish(logits, lengths)
-        else:
-            logits = logits.masked_fill(~candidates, NEG)
-        picks = logits.topk(min(c.index_topk, positions), dim=-1, sorted=False).indices
-        picks = picks.sort(dim=-1).values
-        return torch.where(picks < lengths, picks, -1), published
+        return logits.masked_fill(hidden, NEG), lengths
 
     def publish(self, logits: Tensor, lengths: Tensor) -> Tensor:
         """The positions of each row's best blocks, the newest among them: bool [B, S, T]."""
