@@ -289,6 +289,7 @@ class Layout:
             Refusal: an axis is in no group.
         """
         axes = [self.labels.resolve(a) for a in axes]
+        groups = [self.labels.resolve(g) for g in groups]
         flat = [a for axis in axes for a in axis]
         wanted = [a for g in groups for a in g]
         if not set(flat) <= set(wanted) or len(set(flat)) != len(flat):

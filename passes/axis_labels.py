@@ -110,8 +110,8 @@ class Labels:
                 out[at] = self.unify(out[at], axis)
         return out
 
-    def regroup(self, axes: Axes, shape: Sequence[int]) -> Axes:
-        """Labels after a row-major ``view`` to a shape."""
+    def regroup(self, axes: Axes, shape: Sequence[int], *, whole: bool = False) -> Axes:
+        """Labels after a row-major ``view`` to a shape; ``whole`` forbids splitting an axis."""
         flat = [a for axis in axes for a in self.resolve(axis)]
         out: Axes = []
         for size in shape:
@@ -122,7 +122,7 @@ class Labels:
                     raise LabelError("a view makes more elements than it has")
                 atom = flat[0]
                 if have * self.sizes[atom] > size:
-                    if size % have:
+                    if size % have or whole:
                         raise LabelError(f"a view to {tuple(shape)} does not follow any axis")
                     self._split(atom, size // have)
                     flat = self.resolve(flat)
@@ -298,7 +298,7 @@ def lower_axes(labels: Labels, node: fx.Node, axes: Axes) -> dict[fx.Node, Axes]
         return {source: out}
     if name in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"):
         try:
-            return {inputs[0]: labels.regroup(axes, labels.binding.shape(inputs[0]))}
+            return {inputs[0]: labels.regroup(axes, labels.binding.shape(inputs[0]), whole=True)}
         except LabelError:
             return None
     if name == "slice":

@@ -37,7 +37,6 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     for call in calls:
         _expand(graph, call, binder)
     graph.eliminate_dead_code()
-    graph_module.recompile()
     return PassResult(graph_module, bool(calls))
 
 

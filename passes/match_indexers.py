@@ -99,7 +99,6 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
         context.recorder.sites.append(site)
     changed = any(pair is not None for _, pair in results)
     graph.eliminate_dead_code()
-    graph_module.recompile()
     return PassResult(graph_module, changed)
 
 

@@ -37,7 +37,6 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     changed |= _detach_shapes(graph)
     _hoist_sizes(graph)
     graph.eliminate_dead_code()
-    graph_module.recompile()
     return PassResult(graph_module, changed)
 
 

@@ -64,6 +64,7 @@ def run_pipeline(
     for stage in STAGES:
         graph_module = stage.run(graph_module, context).graph_module
     graph_module.graph.lint()
+    graph_module.recompile()
     recorder = context.recorder
     return PipelineResult(
         graph_module, tuple(recorder.sites), before, op_counts(graph_module), tuple(recorder.pairs)

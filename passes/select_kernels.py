@@ -29,5 +29,4 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
         raise ValueError(f"provider {context.provider!r} lacks {', '.join(missing)}")
     for node in calls:
         node.target = getattr(library, op_name(node)).default
-    graph_module.recompile()
     return PassResult(graph_module, bool(calls) and target != "dsa")

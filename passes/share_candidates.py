@@ -18,7 +18,6 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     before = len(graph_module.graph.nodes)
     merged = merge_repeats(graph_module)
     merged.graph.eliminate_dead_code()
-    merged.recompile()
     return PassResult(merged, len(merged.graph.nodes) != before)
 
 
