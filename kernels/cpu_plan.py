@@ -12,7 +12,9 @@ from torch import Tensor
 DEFAULT_WORKING_SET = 64 << 20
 _TILE_SCORES = 1 << 18
 _TILE_HEAD_ROWS = 256
+_MIN_STRIP, _MAX_STRIP = 512, 4096
 _GATHER_BYTES = 5 << 18
+_MIN_GATHER = 64
 
 _working_set = DEFAULT_WORKING_SET
 
@@ -84,15 +86,22 @@ def rows_within(budget: int, bytes_per_row: int) -> int:
 
 
 def dense_tile(heads: int, rows: int) -> tuple[int, int]:
-    """(rows, key positions) of one dense tile: its products stay in the second level cache."""
-    tile_rows = max(1, min(rows, _TILE_HEAD_ROWS // max(1, heads)))
-    strip = _TILE_SCORES // max(1, tile_rows * heads)
-    return tile_rows, max(512, min(strip, 4096))
+    """(rows, key positions) of one dense tile: each thread's share stays in its own cache."""
+    threads, heads = torch.get_num_threads(), max(1, heads)
+    tile_rows = max(1, min(rows, _TILE_HEAD_ROWS * threads // heads))
+    strip = _TILE_SCORES * threads // (tile_rows * heads)
+    return tile_rows, max(_MIN_STRIP, min(strip, _MAX_STRIP * threads))
+
+
+def smallest_strip() -> int:
+    """Key positions below which a strip costs more calls than it saves memory."""
+    return _MIN_STRIP
 
 
 def gather_tile(heads: int, dim: int, itemsize: int) -> int:
-    """Columns of one gathered tile, keys and products together."""
-    return max(64, _GATHER_BYTES // (itemsize * max(1, heads + dim)))
+    """Columns of one gathered tile, keys and products together; a share for every thread."""
+    size = _GATHER_BYTES * torch.get_num_threads()
+    return max(_MIN_GATHER, size // (itemsize * max(1, heads + dim)))
 
 
 def scratch(like: Tensor, elements: int, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .cpu_candidates import columns, expand, positions_of
 from .cpu_dense import Problem, dense_into
-from .cpu_plan import Part, parts, rows_within, scratch, working_set
+from .cpu_plan import Part, parts, rows_within, scratch, smallest_strip, working_set
 from .cpu_sparse import Candidates, sparse_logits
 from .cpu_topk import fill_empty, ranked
 from .reference import NEG_INF, in_blocks
@@ -41,7 +41,7 @@ def _merge(
 
 def _strip(problem: Problem, multiple: int) -> int:
     """Positions whose scores of one row are held at a time."""
-    fit = max(working_set() // 2 // problem.dtype.itemsize, 512)
+    fit = max(working_set() // 2 // problem.dtype.itemsize, smallest_strip())
     return max(multiple, fit // multiple * multiple)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from dsa_compile.kernels.cpu import limit_working_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,9 +14,9 @@ from torch import Tensor
 from . import oracle
 from .cases import exact_case
 from .oracle import NEG_INF, Case
+from .seams import CUTS, cut
 
 SEEDS = st.integers(0, 2**32 - 1)
-BUDGETS = st.sampled_from([None, None, 1, 3000, 20000])
 many = settings(max_examples=150, deadline=None, derandomize=True)
 
 pytestmark = pytest.mark.parametrize("provider", ["dsa", "dsa_cpu"])
@@ -26,10 +24,6 @@ pytestmark = pytest.mark.parametrize("provider", ["dsa", "dsa_cpu"])
 
 def ops(provider: str) -> Any:
     return getattr(torch.ops, provider)
-
-
-def budget(size: int | None) -> AbstractContextManager[None]:
-    return nullcontext() if size is None else limit_working_set(size)
 
 
 def filled(rng: random.Random) -> dict[str, float]:
@@ -50,8 +44,8 @@ def same(got: Tensor, want: Tensor) -> None:
 
 
 @many
-@given(seed=SEEDS, size=BUDGETS, candidates=st.booleans())
-def test_select(provider: str, seed: int, size: int | None, candidates: bool) -> None:
+@given(seed=SEEDS, cuts=CUTS, candidates=st.booleans())
+def test_select(provider: str, seed: int, cuts: dict[str, Any], candidates: bool) -> None:
     case = exact_case(seed, candidates=candidates)
     rng = random.Random(seed)
     topk, options = rng.randint(0, case.positions), filled(rng)
@@ -62,7 +56,7 @@ def test_select(provider: str, seed: int, size: int | None, candidates: bool) ->
             "block_size": case.block_size,
             "anchored": case.anchored,
         }
-    with budget(size):
+    with cut(**cuts):
         values, indices = ops(provider).indexer_select(
             case.q, case.k, case.weights, topk=topk, **case.kwargs, **blocks, **options
         )
@@ -74,8 +68,8 @@ def test_select(provider: str, seed: int, size: int | None, candidates: bool) ->
 
 
 @many
-@given(seed=SEEDS, size=BUDGETS, pin=st.sampled_from([None, torch.inf, 5.0]))
-def test_publish(provider: str, seed: int, size: int | None, pin: float | None) -> None:
+@given(seed=SEEDS, cuts=CUTS, pin=st.sampled_from([None, torch.inf, 5.0]))
+def test_publish(provider: str, seed: int, cuts: dict[str, Any], pin: float | None) -> None:
     case = exact_case(seed, candidates=False)
     rng = random.Random(seed)
     topk, options = rng.randint(0, case.positions), filled(rng)
@@ -83,7 +77,7 @@ def test_publish(provider: str, seed: int, size: int | None, pin: float | None) 
     count = rng.randint(0, -(-case.positions // block_size))
     args = {"topk": topk, "block_size": block_size, **case.kwargs, **options}
     pinned = {"pin_newest": pin is not None} if pin in (None, torch.inf) else {"pin_value": pin}
-    with budget(size):
+    with cut(**cuts):
         values, indices, block_values, block_indices = ops(provider).indexer_publish(
             case.q, case.k, case.weights, num_blocks=count, **pinned, **args
         )
@@ -135,13 +129,15 @@ def chain(provider: str, case: Case, topk: int, sparse_block: int) -> dict[str, 
 
 
 @many
-@given(seed=SEEDS, size=BUDGETS)
-def test_sparse_chain_is_the_dense_selection(provider: str, seed: int, size: int | None) -> None:
+@given(seed=SEEDS, cuts=CUTS)
+def test_sparse_chain_is_the_dense_selection(
+    provider: str, seed: int, cuts: dict[str, Any]
+) -> None:
     case = exact_case(seed, candidates=True)
     rng = random.Random(seed)
     divisors = [d for d in range(1, case.block_size + 1) if case.block_size % d == 0]
     sparse_block, topk = rng.choice(divisors), rng.randint(0, case.positions)
-    with budget(size):
+    with cut(**cuts):
         got = chain(provider, case, topk, sparse_block)
     want = [oracle.select_row(case, b, s, topk) for b, s in case.rows()]
     same(got["values"], table([v for v, _ in want], got["values"], topk))
@@ -168,7 +164,5 @@ def test_sparse_chain_is_the_dense_selection(provider: str, seed: int, size: int
         assert oracle.at(got["place"], b, s).tolist() == inside
         assert len(set(places[:stop])) == stop
         row, seen = oracle.scores(case, b, s), set(oracle.visible(case, b, s))
-        logits = [
-            row[p] if c < stop and p in seen else NEG_INF for c, p in enumerate(places)
-        ]
+        logits = [row[p] if c < stop and p in seen else NEG_INF for c, p in enumerate(places)]
         assert got["logits"][b, s].tolist() == logits
