@@ -37,6 +37,7 @@ _POSITIONS = (
     4104,
 )
 _SHIFTS = 16
+_LARGEST = 1 << 20
 _OTHERS = (
     (2, 5, 3, 7, 11),
     (3, 2, 7, 5, 13),
@@ -140,7 +141,7 @@ class SizeBinder:
         )
         guards = self._relevant(env, free)
         found: list[Binding] = []
-        for group in _assignments(sorted(free, key=str), position, env, at_least):
+        for group in _assignments(sorted(free, key=str), position, env, guards, at_least):
             for numbers in group:
                 if all(_holds(g, numbers) for g in guards) and _whole(Binding(numbers), values):
                     found.append(Binding(numbers))
@@ -171,12 +172,20 @@ def _whole(binding: Binding, values: list[Any]) -> bool:
 
 
 def _assignments(
-    ordered: list[sympy.Symbol], position: set[sympy.Symbol], env: Any, at_least: int
+    ordered: list[sympy.Symbol],
+    position: set[sympy.Symbol],
+    env: Any,
+    guards: list[Any],
+    at_least: int,
 ) -> Iterator[Iterator[dict[sympy.Symbol, int]]]:
     """Numbers to try: one group a position size, of which one at the most is taken."""
     ranges = getattr(env, "var_to_range", None) or {}
     rows = [s for s in ordered if s not in position]
     sizes = [p for p in _POSITIONS if p >= at_least] or [at_least + 3]
+    # A model captured beyond a threshold (its candidate budget, say) holds only beyond it.
+    numbers = {int(n) for g in guards for n in g.atoms(sympy.Integer) if 8 <= n <= _LARGEST}
+    products = {a * b for a in numbers for b in numbers if a * b <= _LARGEST}
+    sizes += sorted(n + 1 for n in numbers | products if n >= sizes[-1])
 
     def group(turn: int, size: int) -> Iterator[dict[sympy.Symbol, int]]:
         for at, shift in itertools.product(range(len(_OTHERS)), range(_SHIFTS)):

@@ -22,7 +22,6 @@ class CallBuilder:
         self, graph: fx.Graph, trace: ScoreTrace, roles: Roles, masks: Masks, selection: Selection
     ) -> None:
         self.trace, self.roles, self.masks, self.selection = trace, roles, masks, selection
-        self._before = set(graph.nodes)
         self.graph = graph
         self.emit = Emitter(graph, self._place(trace.score, selection))
         self.layout = Layout(roles.labels, self.emit)
@@ -32,11 +31,6 @@ class CallBuilder:
         """After the scores, and after ``k``, which may be computed later."""
         k = selection.k
         return k if isinstance(k, fx.Node) and k > score else score
-
-    def undo(self) -> None:
-        """Take back all that was emitted."""
-        for node in reversed([n for n in self.graph.nodes if n not in self._before]):
-            self.graph.erase_node(node)
 
     def build(self, candidates: Candidates | None) -> fx.Node:
         """The call of ``dsa::indexer_select`` with scale 1, for the proof to set."""

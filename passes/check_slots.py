@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from dsa_compile.passes.graph_tools import CASTS, SELECTIONS, is_tensor, is_view, op_name, value
 from dsa_compile.passes.prove_candidates import Candidates
-from dsa_compile.passes.read_selection import Selection, constant_k
+from dsa_compile.passes.read_selection import Selection, constant_k, constant_size
 from dsa_compile.passes.trace_scores import Refusal
 
 _PASSING = frozenset(
@@ -107,7 +107,7 @@ def check_leak(
             "outside the candidates could leak",
             8,
         )
-    blocks = constant_k(candidates.root.args[1])  # type: ignore[arg-type]
+    blocks = constant_size(value(candidates.ids).shape[-1])
     k = constant_k(selection.k)
     extent = value(selection.score).shape[-1]
     if blocks is None or k is None:

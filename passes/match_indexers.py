@@ -6,6 +6,8 @@ probe has not shown to be equal.
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +20,7 @@ from dsa_compile.passes.assign_roles import Roles, assign_roles
 from dsa_compile.passes.axis_labels import LabelError
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.build_call import CallBuilder
-from dsa_compile.passes.check_slots import check_leak
+from dsa_compile.passes.check_slots import check_leak, unguarded_use
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.graph_tools import (
     Emitter,
@@ -28,6 +30,7 @@ from dsa_compile.passes.graph_tools import (
     is_float,
     is_size,
     is_tensor,
+    is_view,
     op_name,
     selection_root,
     signature,
@@ -44,17 +47,20 @@ from dsa_compile.passes.prove_candidates import (
 )
 from dsa_compile.passes.prove_indexer import IndexerProver
 from dsa_compile.passes.read_selection import (
+    Picked,
     Selection,
     constant_k,
+    picked,
     read_selection,
-    same_slots,
     selections,
 )
 from dsa_compile.passes.recognise_ops import never_negative
 from dsa_compile.passes.run_probe import TooLarge, memory, needed
 from dsa_compile.passes.sites import Site, SitePair
 from dsa_compile.passes.split_masks import Masks, Term, is_candidate, mask_leaf, split_masks
-from dsa_compile.passes.trace_scores import Refusal, ScoreTrace, Walker
+from dsa_compile.passes.trace_scores import MaskEvent, Refusal, ScoreTrace, Walker
+
+log = logging.getLogger("dsa_compile")
 
 
 @dataclass
@@ -108,11 +114,15 @@ def _look_at(
     """Match one selection; a refusal leaves the graph as it was and becomes the site's reason."""
     looked = _Looked()
     where = where_in_model(node)
+    before = set(graph.nodes)
     try:
         selection = read_selection(node)
         site, pair = _Matcher(graph, selection, shared, context, looked).match()
         return replace(site, where=where), pair
-    except Refusal as refusal:
+    except Exception as error:  # noqa: BLE001 - a fault in here must cost a match, never a model
+        for fresh in reversed([n for n in graph.nodes if n not in before]):
+            graph.erase_node(fresh)
+        refusal = error if isinstance(error, Refusal) else _unforeseen(error)
         k = constant_k(node.args[1]) if op_name(node) == "topk" else None  # type: ignore[arg-type]
         site = Site(
             looked.kind,
@@ -127,6 +137,13 @@ def _look_at(
             progress=refusal.progress,
         )
         return site, None
+
+
+def _unforeseen(error: Exception) -> Refusal:
+    """A refusal for an error that no rule foresaw, naming it for a bug report."""
+    log.warning("a site was kept because of an unforeseen error", exc_info=error)
+    text = str(error).splitlines()[0] if str(error) else "no message"
+    return Refusal(f"unforeseen {type(error).__name__} while matching: {text}", 2)
 
 
 def _ranks_blocks(node: fx.Node, scores: set[fx.Node]) -> bool:
@@ -191,14 +208,16 @@ class _Matcher:
                     has_start_bound=call.kwargs.get("row_start") is not None,
                 )
                 self.looked.notes += (note,)
+            if self.selection.stable and unguarded_use(self.selection, guards) is not None:
+                raise Refusal(
+                    "a stable sort hands out hidden positions in order, and no test drops them",
+                    8,
+                )
             if publisher is not None:
-                publisher.prove(builder, call)
+                for other in bound:
+                    publisher.prove(assign_roles(trace, other), call)
         except LabelError as error:
-            builder.undo()
             raise Refusal(f"axes cannot be followed: {error}", 5) from None
-        except Refusal:
-            builder.undo()
-            raise
         return self._replace(builder, call, publisher, gathers)
 
     def _bind(self, trace: ScoreTrace) -> list[Binding]:
@@ -228,40 +247,25 @@ class _Matcher:
 
     def _users(
         self, trace: ScoreTrace, roles: Roles, masks: Masks
-    ) -> tuple[Publisher | None, set[fx.Node], list[fx.Node]]:
+    ) -> tuple[Publisher | None, set[fx.Node], list[Picked]]:
         """Who else reads the scores: gathers at the picks, a publisher, or one that forbids it."""
         selection = self.selection
-        gathers = [
-            u
-            for u in trace.score.users
-            if op_name(u) == "gather"
-            and u.args[0] is trace.score
-            and same_slots(u.args[2], selection)
-        ]
-        seen = {n: e.mask for e in trace.masks for n in self._visibility(e.mask)}
-        whole = len(trace.masks) == 1
-        shown = [
-            u
-            for n in seen
-            for u in n.users
-            if whole
-            and op_name(u) == "gather"
-            and u.args[0] is n
-            and same_slots(u.args[2], selection)
-        ]
-        self.shown = shown
-        guards = {*selection.values, *gathers, *shown}
-        own = {selection.node, *gathers}
+        gathers = self._picks([trace.score])
+        seen = [n for e in trace.masks if (n := _visibility(e)) is not None]
+        guards = {*selection.values, *(p.node for p in gathers)}
+        for pick in self._picks(list(dict.fromkeys(seen))):
+            if len(trace.masks) == 1 or _implies(pick.node.args[0], masks):
+                guards.add(pick.node)
+        own = {selection.node, *(p.node for p in gathers)}
         extra = [u for u in trace.score.users if u not in own and not _only_shape(u)]
         for node in trace.path:
             if node is trace.score:
                 continue
             for user in node.users:
-                if (
-                    user not in trace.path
-                    and not _only_shape(user)
-                    and not self._own_compare(user, trace)
-                ):
+                read = not (
+                    user in trace.path or _only_shape(user) or self._own_compare(user, trace)
+                )
+                if read and selection.node is not user:
                     raise Refusal(
                         f"its scores are also used by {op_name(user) or user.op} at "
                         f"{where_in_model(user)}",
@@ -269,8 +273,11 @@ class _Matcher:
                     )
         if not extra:
             return None, guards, gathers
-        publisher = read_publisher(trace.score, extra, roles)
-        return publisher, guards, gathers
+        return read_publisher(trace.score, extra), guards, gathers
+
+    def _picks(self, sources: list[fx.Node]) -> list[Picked]:
+        users = [u for n in sources for u in n.users if op_name(u) == "gather" and u.args[0] is n]
+        return [p for u in users if (p := picked(u, self.selection)) is not None]
 
     @staticmethod
     def _own_compare(user: fx.Node, trace: ScoreTrace) -> bool:
@@ -278,12 +285,6 @@ class _Matcher:
         return op_name(user) in ("gt", "ge", "lt", "le") and all(
             u in trace.path for u in user.users
         )
-
-    @staticmethod
-    def _visibility(mask: fx.Node) -> list[fx.Node]:
-        """Boolean nodes that are a mask's whole visibility: the mask, or what it negates."""
-        negated = op_name(mask) in ("bitwise_not", "logical_not")
-        return [mask.args[0]] if negated else [mask]  # type: ignore[list-item]
 
     def _candidates(self, trace: ScoreTrace, roles: Roles, masks: Masks) -> Candidates | None:
         if not masks.candidate:
@@ -349,21 +350,24 @@ class _Matcher:
     ) -> tuple[Site, SitePair]:
         selection, trace = self.selection, builder.trace
         old_name = selection.indices[0].name if selection.indices else selection.node.name
+        swaps: list[tuple[fx.Node, fx.Node]] = []
         if publisher is not None:
-            call = publisher.replace(builder, call)
+            call, swaps = publisher.replace(builder, call)
         values, indices = builder.outputs(call)
-        device = value(indices).device
-        for node in selection.indices:
-            node.replace_all_uses_with(_as(builder.emit, indices, dtype_of(node)))
-        for node in selection.values:
-            node.replace_all_uses_with(_as(builder.emit, values, dtype_of(node)))
-        for node in gathers:
-            shape_like = _as(builder.emit, values, dtype_of(node))
-            node.replace_all_uses_with(shape_like)
-        for node in self.shown:
-            fill = call.kwargs.get("fill", float("-inf"))
-            node.replace_all_uses_with(builder.emit(aten.gt.Scalar, values, fill))
-        del device
+        swaps += [(n, _as(builder.emit, indices, dtype_of(n))) for n in selection.indices]
+        swaps += [(n, _as(builder.emit, values, dtype_of(n))) for n in selection.values]
+        for pick in gathers:
+            found = values
+            if pick.order is not None:
+                emit = Emitter(self.graph, pick.node)
+                order = emit(operator.getitem, pick.order, 1)
+                found = emit(aten.gather.default, values, -1, order)
+                swaps.append((pick.node, _as(emit, found, dtype_of(pick.node))))
+            else:
+                swaps.append((pick.node, _as(builder.emit, found, dtype_of(pick.node))))
+        # All that can fail has been emitted: from here on the graph only changes hands.
+        for old, new in swaps:
+            old.replace_all_uses_with(new)
         candidates = call.kwargs.get("block_ids") is not None
         kind = "consumer" if candidates else "source" if publisher is not None else "single"
         site = Site(
@@ -390,6 +394,32 @@ def _shape(roles: Roles) -> Hashable:
 
 def _as(emit: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if dtype_of(node) == dtype else emit(aten._to_copy.default, node, dtype=dtype)
+
+
+def _visibility(event: MaskEvent) -> fx.Node | None:
+    """The boolean node that is True where a mask shows a position, if there is one."""
+    if event.kind == "show":
+        return event.mask
+    negated = op_name(event.mask) in ("bitwise_not", "logical_not")
+    source = event.mask.args[0] if negated and event.kind == "hide" else None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _implies(node: object, masks: Masks) -> bool:
+    """Whether a conjunction holds the candidate term among its parts."""
+    wanted = {t.node for t in masks.candidate if t.want}
+    stack, seen = [node], 0
+    while stack and seen < 24:
+        top, seen = stack.pop(), seen + 1
+        if top in wanted:
+            return True
+        if (
+            op_name(top) in ("bitwise_and", "logical_and")
+            or is_view(top)
+            or op_name(top) == "slice"
+        ):
+            stack.extend(top.all_input_nodes)  # type: ignore[union-attr]
+    return False
 
 
 def _only_shape(user: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from dsa_compile.passes.graph_tools import (
 from dsa_compile.passes.prove_candidates import draw_masks, mask_leaves
 from dsa_compile.passes.recognise_ops import constant_of
 from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate, needed
-from dsa_compile.passes.trace_scores import Refusal
+from dsa_compile.passes.trace_scores import HIDING, Refusal
 
 _SHAPING = frozenset({"pad", "constant_pad_nd", "slice", "_to_copy", "to"})
 
@@ -50,13 +50,12 @@ class Publisher:
     pinned: tuple[fx.Node, float] | None = None
     newest: bool = field(default=False)
 
-    def prove(self, builder: CallBuilder, call: fx.Node) -> None:
+    def prove(self, roles: Roles, call: fx.Node) -> None:
         """Run the model's block maxima on drawn scores and compare; then its pin.
 
         Raises:
             Refusal: the maxima are not those of contiguous blocks from position 0.
         """
-        roles = builder.roles
         binding = roles.labels.binding
         total = roles.labels.extent(roles.positions)
         draw = Draw(torch.Generator().manual_seed(11), total)
@@ -81,7 +80,7 @@ class Publisher:
             )
             expected = padded.unflatten(-1, (blocks, self.block_size)).amax(-1)
             got = values[self.maxima].float()
-            if got.shape != expected.shape or not torch.equal(got, expected):
+            if got.shape != expected.shape or not _same_maxima(got, expected):
                 raise Refusal("what it publishes is not the maximum of contiguous blocks", 7)
             if self.pinned is not None and not self._pins_newest(values, roles, total, end, blocks):
                 self.pinned, self.selection, self.ranked = None, None, None
@@ -104,8 +103,11 @@ class Publisher:
         self.newest = bool(torch.equal(pin, inside))
         return self.newest
 
-    def replace(self, builder: CallBuilder, call: fx.Node) -> fx.Node:
-        """Swap the canonical call for one that also gives the maxima or the best blocks."""
+    def replace(
+        self, builder: CallBuilder, call: fx.Node
+    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        """A call that also gives the maxima or the best blocks, and what stands for which node."""
+        swaps: list[tuple[fx.Node, fx.Node]] = []
         emit = builder.emit
         emit.after = call
         kwargs = {k: v for k, v in call.kwargs.items() if k not in ("block_ids", "anchored")}
@@ -123,17 +125,23 @@ class Publisher:
                 out = builder.restore(emit(operator.getitem, new, 2 + use.args[1]))  # type: ignore[operator]
                 if dtype_of(out) != dtype_of(use):
                     out = emit(aten._to_copy.default, out, dtype=dtype_of(use))
-                use.replace_all_uses_with(out)
+                swaps.append((use, out))
         else:
             new = emit(torch.ops.dsa.indexer_block_max.default, *call.args, **kwargs)
             out = builder.restore(emit(operator.getitem, new, 2))
             if dtype_of(out) != dtype_of(self.maxima):
                 out = emit(aten._to_copy.default, out, dtype=dtype_of(self.maxima))
-            self.maxima.replace_all_uses_with(out)
-        return new
+            swaps.append((self.maxima, out))
+        return new, swaps
 
 
-def read_publisher(score: fx.Node, extra: list[fx.Node], roles: Roles) -> Publisher:
+def _same_maxima(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal where a block shows a position; elsewhere any hiding value stands for none."""
+    dead = expected <= HIDING
+    return bool(torch.equal(got <= HIDING, dead)) and torch.equal(got[~dead], expected[~dead])
+
+
+def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:
     """Propose the publisher that the scores' other users are part of.
 
     Raises:
@@ -144,12 +152,18 @@ def read_publisher(score: fx.Node, extra: list[fx.Node], roles: Roles) -> Publis
     node, block = extra[0], None
     while True:
         name = op_name(node)
-        if name in ("amax", "max"):
+        if name == "amax" or name == "max" and str(node.target) == "aten.max.dim":
             break
         if name in ("pad", "constant_pad_nd"):
             pads = node.args[1]
             fill = constant_of(node.args[-1]) if len(node.args) > 2 else 0.0
-            if len(pads) != 2 or fill is None or fill > -6e4:  # type: ignore[arg-type]
+            if len(pads) != 2 or fill is None or fill > HIDING:  # type: ignore[arg-type]
+                raise Refusal(_also(node), 6)
+        elif name == "cat":
+            parts: Any = node.args[0]
+            last = node.args[1] if len(node.args) > 1 else 0
+            tail = constant_of(parts[-1]) if len(parts) == 2 else None
+            if tail is None or tail > HIDING or last not in (-1, value(node).dim() - 1):
                 raise Refusal(_also(node), 6)
         elif not (is_view(node) or name in _SHAPING):
             raise Refusal(_also(extra[0]), 6)
@@ -165,7 +179,7 @@ def read_publisher(score: fx.Node, extra: list[fx.Node], roles: Roles) -> Publis
         node = gets[0]
     else:
         block = value(node.args[0]).shape[-1]
-    size = _block_size(block, roles)
+    size = _block_size(block)
     if size is None:
         raise Refusal("the size of the published blocks is no constant", 6)
     publisher = Publisher(score, node, size)
@@ -173,13 +187,13 @@ def read_publisher(score: fx.Node, extra: list[fx.Node], roles: Roles) -> Publis
     return publisher
 
 
-def _block_size(block: object, roles: Roles) -> int | None:
-    if isinstance(block, int):
-        return block
-    try:
-        return int(roles.labels.binding.extent(block))
-    except (ValueError, TypeError):
-        return None
+def _block_size(block: object) -> int | None:
+    """The size of a block: an int, or a size that is one number at every length."""
+    if isinstance(block, torch.SymInt):
+        known = block.node.shape_env.simplify(block.node.expr)
+        if known.is_Integer:
+            return int(known)
+    return block if isinstance(block, int) else None
 
 
 def _read_ranking(publisher: Publisher) -> None:

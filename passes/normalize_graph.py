@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.graph_tools import aten, is_size, op_name, value
@@ -38,13 +37,6 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     _hoist_sizes(graph)
     graph.eliminate_dead_code()
     return PassResult(graph_module, changed)
-
-
-def merge_repeats(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Merge calls of the same pure op on the same operands (PyTorch's CSE pass)."""
-    result = CSEPass(banned_ops=get_CSE_banned_ops())(graph_module)
-    assert result is not None
-    return result.graph_module
 
 
 def _detach_shapes(graph: fx.Graph) -> bool:

@@ -91,7 +91,7 @@ class Candidates:
 def mask_leaves(targets: list[fx.Node]) -> list[fx.Node]:
     """Tensors at which the reading of these masks stops, constants left out."""
     cone = ancestors(targets, mask_leaf)
-    return [n for n in cone if mask_leaf(n) and is_tensor(n) and n.op != "get_attr"]
+    return [n for n in cone if mask_leaf(n) and is_tensor(n)]
 
 
 def draw_masks(
@@ -180,6 +180,8 @@ class CandidateProver:
         self.leaves = mask_leaves([term.node])
         self.eager = EagerLayout(roles.labels)
         self.counterexample: str | None = None
+        rows = roles.labels.extent(roles.batch) * roles.labels.extent(roles.rows)
+        self.rounds = max(2, -(-12 // rows))
 
     def prove(self) -> Candidates:
         """The one hypothesis that holds on every draw.
@@ -187,7 +189,9 @@ class CandidateProver:
         Raises:
             Refusal: none holds; the counterexample is that of the closest.
         """
-        for block in [h for h in _hints(self.cone, self.binding) if h < self.total] or [8]:
+        hints = [h for h in _hints(self.cone, self.binding) if 1 < h < self.total]
+        # Single positions come last: a list of positions is membership in blocks of one, too.
+        for block in [*hints, 1]:
             for found in self._hypotheses(block):
                 if not self._holds(found, ("full", "prefix")):
                     continue
@@ -232,7 +236,7 @@ class CandidateProver:
         if value(node).dim() < 1 or value(node).dim() > len(self.roles.lead) + 2:
             return False
         from_ids = any(
-            selection_root(n) is not None or n.op == "placeholder" and not is_float(n)
+            selection_root(n) is not None or n.op != "call_function" and not is_float(n)
             for n in ancestors([node], mask_leaf)
         )
         return from_ids and op_name(node) not in ("scatter", "scatter_add")
@@ -240,7 +244,7 @@ class CandidateProver:
     def _holds(self, found: Candidates, kinds: tuple[str, ...]) -> bool:
         targets = [self.term.node, found.ids] + ([found.valid] if found.valid is not None else [])
         for kind in kinds:
-            for _ in range(2):
+            for _ in range(self.rounds):
                 special = {
                     n: self.draw.ids(
                         self.binding.shape(n), dtype_of(n), -(-self.total // found.block_size), kind

@@ -13,7 +13,6 @@ from dsa_compile.passes.graph_tools import (
     SELECTIONS,
     is_float,
     is_tensor,
-    is_view,
     op_name,
     value,
 )
@@ -29,6 +28,7 @@ class Selection:
         score: what it ranks.
         k: positions kept, an int or a size node.
         ordered: whether the scores must come out descending.
+        stable: whether equal scores must come out by position, hidden ones too.
         values: nodes that hold the selected scores.
         indices: nodes that hold the selected positions.
     """
@@ -37,6 +37,7 @@ class Selection:
     score: fx.Node
     k: fx.Node | int
     ordered: bool
+    stable: bool
     values: tuple[fx.Node, ...]
     indices: tuple[fx.Node, ...]
 
@@ -72,16 +73,19 @@ def read_selection(node: fx.Node) -> Selection:
         outs = _outputs(node)
         k = node.args[1]
         assert isinstance(k, (int, fx.Node))
-        return Selection(node, score, k, bool(_argument(node, "sorted", True)), outs[0], outs[1])
+        ordered = bool(_argument(node, "sorted", True))
+        return Selection(node, score, k, ordered, False, outs[0], outs[1])
     if not _argument(node, "descending", False):
         raise Refusal("the selection sorts ascending", 0)
+    stable = bool(_argument(node, "stable", False))
     if op_name(node) == "argsort":
         k, indices = _slices([node], rank)
-        return Selection(node, score, k, True, (), indices)
+        return Selection(node, score, k, True, stable, (), indices)
     first, second = _outputs(node)
     k, both = _slices([*first, *second], rank)
     values = tuple(n for n in both if n.args[0] in first)
-    return Selection(node, score, k, True, values, tuple(n for n in both if n.args[0] in second))
+    indices = tuple(n for n in both if n.args[0] in second)
+    return Selection(node, score, k, True, stable, values, indices)
 
 
 def _outputs(node: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
@@ -103,6 +107,10 @@ def _slices(nodes: list[fx.Node], rank: int) -> tuple[fx.Node | int, tuple[fx.No
         )
         if not leading or not isinstance(end, (int, fx.Node)):
             raise Refusal("the whole order of the scores is used, not a top-k of it", 0)
+        if isinstance(value(end), int) and value(end) < 0:
+            raise Refusal("the whole order of the scores is used, not a top-k of it", 0)
+        if isinstance(value(end), torch.SymInt) and _may_be_negative(end):
+            raise Refusal("the end of the slice of a sort may be negative", 0)
         ends.append(end)
     if not ends or any(e is not ends[0] and e != ends[0] for e in ends):
         raise Refusal("the whole order of the scores is used, not a top-k of it", 0)
@@ -110,9 +118,18 @@ def _slices(nodes: list[fx.Node], rank: int) -> tuple[fx.Node | int, tuple[fx.No
     return (extent if isinstance(extent, int) else ends[0]), tuple(taken)
 
 
+def _may_be_negative(size: object) -> bool:
+    """Whether a size is written as a difference, so that it could count from the end."""
+    return op_name(size) in ("sub", "neg")
+
+
 def constant_k(k: fx.Node | int) -> int | None:
     """The constant in ``k`` or ``min(k, T)``; None where there is none."""
-    number = value(k)
+    return constant_size(value(k))
+
+
+def constant_size(number: object) -> int | None:
+    """The constant of a size ``n`` or ``min(n, ...)``; None where there is none."""
     if isinstance(number, int):
         return number
     if isinstance(number, torch.SymInt):
@@ -127,18 +144,71 @@ def constant_k(k: fx.Node | int) -> int | None:
     return None
 
 
-def same_slots(index: object, selection: Selection) -> bool:
-    """Whether a node holds the selection's positions slot by slot (casts, clamps, views)."""
+@dataclass(frozen=True)
+class Picked:
+    """A gather at the selected positions; ``order`` re-orders slots, None where it keeps them."""
+
+    node: fx.Node
+    order: fx.Node | None
+
+
+def picked(gather: fx.Node, selection: Selection) -> Picked | None:
+    """Read ``gather(x, -1, positions)`` where the positions are those selected, else None.
+
+    Casts to integer and clamps that cannot change a position are looked through, and one sort of
+    the positions.
+    """
+    rank = value(gather.args[0]).dim()
+    if op_name(gather) != "gather" or gather.args[1] not in (-1, rank - 1):
+        return None
+    index, order = gather.args[2], None
     for _ in range(12):
         if index in selection.indices:
-            return True
-        if not isinstance(index, fx.Node) or not is_tensor(index):
-            return False
-        if not (
-            is_view(index)
-            or op_name(index) in CASTS
-            or op_name(index) in ("clamp", "clamp_min", "clamp_max")
+            return Picked(gather, order)
+        if not isinstance(index, fx.Node):
+            return None
+        name = op_name(index)
+        if (
+            name == "getitem"
+            and op_name(index.args[0]) == "sort"
+            and index.args[1] == 0
+            and not order
         ):
-            return False
-        index = index.args[0]
-    return False
+            order = index.args[0]  # type: ignore[assignment]
+            if not _sorts_last(order):
+                return None
+            index = order.args[0]  # type: ignore[union-attr]
+        elif name in CASTS and is_tensor(index) and not is_float(index):
+            index = index.args[0]
+        elif name in ("clone", "alias", "detach") or _harmless_clamp(index, selection):
+            index = index.args[0]
+        else:
+            return None
+    return None
+
+
+def _sorts_last(node: object) -> bool:
+    assert isinstance(node, fx.Node)
+    return _argument(node, "dim", -1) in (-1, value(node.args[0]).dim() - 1)
+
+
+def _harmless_clamp(node: fx.Node, selection: Selection) -> bool:
+    """A clamp to bounds that hold every position anyway."""
+    name = op_name(node)
+    if name not in ("clamp", "clamp_min", "clamp_max"):
+        return False
+    low = node.args[1] if name != "clamp_max" and len(node.args) > 1 else node.kwargs.get("min")
+    high = node.args[-1] if name == "clamp_max" else None
+    if name == "clamp":
+        high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+    if low is not None and not (isinstance(low, int) and low <= 0):
+        return False
+    if high is None:
+        return True
+    extent, limit = value(selection.score).shape[-1], value(high)
+    if isinstance(extent, int):
+        return isinstance(limit, int) and limit >= extent - 1
+    if not isinstance(limit, torch.SymInt):
+        return False
+    slack = sympy.simplify(limit.node.expr - extent.node.expr + 1)
+    return bool(slack.is_nonnegative)

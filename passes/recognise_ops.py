@@ -45,11 +45,24 @@ def constant_of(node: object, depth: int = 0) -> float | None:
     if name == "neg":
         inner = constant_of(node.args[0], depth + 1)
         return None if inner is None else -inner
-    if node.op == "get_attr":
+    if is_constant(node):
         held = attribute(node)
         if isinstance(held, torch.Tensor) and held.numel() == 1 and not held.is_meta:
             return float(held)
     return None
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node is a constant that capture lifted, not a parameter or buffer of the model.
+
+    Parameters and buffers may change after the rewrite, so that what they hold proves nothing.
+    """
+    if node.op != "get_attr":
+        return False
+    origin = node.meta.get("dsa_origin")
+    if origin is not None:
+        return bool(origin[0] == "constant")
+    return str(node.target).rsplit(".", 1)[-1].startswith(("lifted_tensor", "_tensor_constant"))
 
 
 def attribute(node: fx.Node) -> object:

@@ -26,7 +26,7 @@ from dsa_compile.passes.graph_tools import (
     selection_root,
     value,
 )
-from dsa_compile.passes.recognise_ops import constant_of
+from dsa_compile.passes.recognise_ops import constant_of, is_constant
 from dsa_compile.passes.trace_scores import HIDING, Refusal, ScoreTrace
 
 _SCATTERS = frozenset(
@@ -70,6 +70,8 @@ class Masks:
 
 def mask_leaf(node: fx.Node) -> bool:
     """Where the reading of a mask stops: inputs, selections, and heavy float computations."""
+    if is_constant(node):
+        return False
     if node.op != "call_function" or not is_tensor(node):
         return True
     if selection_root(node) is not None or op_name(node) in HEAVY and is_float(node):
@@ -114,9 +116,7 @@ def _split_additive(roles: Roles, node: fx.Node, axes: Axes) -> tuple[list[Term]
     """Terms of an additive mask that holds 0 and hiding values alone, and addends that are data."""
     name = op_name(node)
     cone = ancestors([node], mask_leaf)
-    if any(
-        mask_leaf(n) and is_float(n) and n.op != "get_attr" and not _hidden_float(n) for n in cone
-    ):
+    if any(mask_leaf(n) and is_float(n) and not _hidden_float(n) for n in cone):
         if name == "add" and node.kwargs.get("alpha", 1) == 1:
             lowered = lower_axes(roles.labels, node, axes)
             if lowered is not None and len(lowered) == 2:

@@ -248,6 +248,8 @@ class Walker:
             )
         elif op_name(node) == "div":
             raise Refusal("the scores are divided by a tensor", 3)
+        elif not is_tensor(other):
+            raise Refusal("the scores are scaled by a number that depends on sizes", 3)
         else:
             assert isinstance(other, fx.Node)
             into.append(other)
@@ -273,6 +275,10 @@ class Walker:
             if is_view(node) or name in CASTS or name in _PIECES:
                 node = node.args[0]  # type: ignore[assignment]
                 continue
+            if name in ("stack", "cat"):
+                for part in node.all_input_nodes:
+                    self._below_relu(part, found)
+                return
             if name == "getitem" and op_name(node.args[0]) in (
                 "unbind",
                 "split",
