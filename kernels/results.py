@@ -163,9 +163,9 @@ def sparse_mqa_logits(
     anchored: bool = False,
 ) -> Results:
     op = "sparse_mqa_logits"
-    width = blocks.shape[-1] * sparse_block
+    width = validate.sparse_width(op, blocks, sparse_block)
     validate.check_scores(op, q, k, weights, key_scale, row_start, row_end, mask, bias, width)
-    validate.check_sparse(op, q, blocks, end, sparse_block)
+    validate.check_sparse(op, q, blocks, end)
     return (Result((q.shape[0], q.shape[1], width), accumulator(q, k, weights)),)
 
 

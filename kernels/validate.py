@@ -172,10 +172,16 @@ def check_columns(
     return row_shape(op, blocks=blocks, row_start=row_start)
 
 
-def check_sparse(op: str, q: Tensor, blocks: Tensor, end: Tensor, sparse_block: int) -> None:
-    """Checks the candidates of ``sparse_mqa_logits``."""
-    b, s = q.shape[:2]
+def sparse_width(op: str, blocks: Tensor, sparse_block: int) -> Size:
+    """Columns of a block list, checked as far as that needs."""
+    _tensor(op, "blocks", blocks, INTS, (None,) * 3, blocks.device, "[B|1, S|1, N]")
     _at_least(op, "sparse_block", sparse_block, 1)
+    return blocks.shape[2] * sparse_block
+
+
+def check_sparse(op: str, q: Tensor, blocks: Tensor, end: Tensor) -> None:
+    """Checks the candidates of ``sparse_mqa_logits`` against checked scores."""
+    b, s = q.shape[:2]
     _tensor(op, "blocks", blocks, INTS, (b, s, None), q.device, "[B|1, S|1, N]", broadcast=2)
     _tensor(op, "end", end, INTS, (b, s), q.device, "[B|1, S|1]", broadcast=2)
 
