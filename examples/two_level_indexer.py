@@ -180,8 +180,8 @@ def build(
     return model, inputs
 
 
-def measure_child(variant: str, positions: int, rows: int) -> None:
-    model, inputs = build(positions, rows)
+def measure_child(variant: str, positions: int, rows: int, config: ModelConfig) -> None:
+    model, inputs = build(positions, rows, config)
     with torch.inference_mode():
         if variant == "optimized":
             import dsa_compile
@@ -208,22 +208,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--positions", type=int, default=65536)
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=ModelConfig.layers)
     parser.add_argument("--child", choices=("original", "optimized"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    config = ModelConfig(layers=options.layers)
     if options.child:
-        measure_child(options.child, options.positions, options.rows)
+        measure_child(options.child, options.positions, options.rows, config)
         return
 
     import dsa_compile
 
     console = Console()
     console.print(f"{options.rows} query rows, {options.positions:,} positions, fp32 on CPU")
-    model, inputs = build(options.positions, options.rows)
+    model, inputs = build(options.positions, options.rows, config)
     with torch.inference_mode():
-        optimized = dsa_compile.optimize(model, example_inputs=inputs, config=None)
+        optimized = dsa_compile.optimize(model, example_inputs=inputs)
         console.print(optimized.report)
         console.print(dsa_compile.verify(model, optimized, *inputs))
     sizes = ["--positions", str(options.positions), "--rows", str(options.rows)]
+    sizes += ["--layers", str(options.layers)]
     before, after = (
         in_own_process(__file__, ["--child", name, *sizes]) for name in ("original", "optimized")
     )
