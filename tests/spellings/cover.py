@@ -49,6 +49,10 @@ AXES: dict[str, tuple[str, ...]] = {
     "values": ("unused", "used"),
 }
 EVERY = {**SCORER_AXES, **AXES}
+CONSUMER_AXES = {
+    *SCORER_AXES,
+    *("rebuild", "expansion", "candidate_form", "order", "selection", "result", "cast", "values"),
+}
 # A choice that needs another one beside it.
 TOGETHER: dict[tuple[str, str], dict[str, str]] = {
     ("form", "one minus"): {"fill": "finfo.min"},
@@ -145,5 +149,19 @@ def cover(count: int, seed: int = 7, tried: int = 25) -> list[Spelling]:
     return out
 
 
+def packed(size: int = 9) -> Iterator[dict[str, Spelling]]:
+    """``alone``, in groups that differ on the axes of a consumer only: a source of the default
+    scorer can have them all as consumers, so that one capture tests them all."""
+    groups: dict[tuple[str, ...], dict[str, Spelling]] = {}
+    for name, p in alone():
+        key = tuple(chosen(p, axis) for axis in EVERY if axis not in CONSUMER_AXES)
+        groups.setdefault(key, {})[name] = p
+    for group in groups.values():
+        names = list(group)
+        for i in range(0, len(names), size):
+            yield {name: group[name] for name in names[i : i + size]}
+
+
 ALONE = dict(alone())
+PACKS = list(packed())
 COMBINED = {f"{i:02d}": p for i, p in enumerate(cover(60))}

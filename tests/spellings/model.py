@@ -19,12 +19,15 @@ from .candidates import (
     candidate_mask,
 )
 from .formats import FORMATS, Operands, quantise
-from .masks import INF, VISIBILITIES, Rows, applied, floor, low
+from .masks import VISIBILITIES, Rows, applied, floor, low
 from .scorer import HEAD_SUMS, PRODUCTS, RELUS, SCALES, Scorer, scaled, total_scale
 from .selection import CASTS, RESULTS, SELECTIONS, Picks
 
 HEADS, HEAD_DIM, HIDDEN = 6, 8, 24
 BLOCK, BLOCKS, TOPK = 4, 3, 7
+
+
+Selected = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -54,28 +57,33 @@ class Spelling:
 
 
 class Indexer(nn.Module):
-    """What the composed models share; sub-classes fix the signature of ``forward``."""
+    """What the composed models share; sub-classes fix the signature of ``forward``.
 
-    def __init__(self, spelling: Spelling, seed: int = 0, layers: int = 2) -> None:
+    ``spellings`` has one entry a layer: the source (or the only layer), then the consumers, which
+    agree on everything but the axes of a consumer. Consumers hold equal values in parameters of
+    their own, so that one oracle serves them all.
+    """
+
+    def __init__(self, *spellings: Spelling, seed: int = 0) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(seed)
-        fmt = FORMATS[spelling.numbers]
+        fmt = FORMATS[spellings[0].numbers]
 
-        def projection(width: int) -> nn.Parameter:
-            weight = torch.randn(width, HIDDEN, generator=g) * HIDDEN**-0.5
-            return nn.Parameter(weight.to(fmt.params))
+        def projections(width: int) -> nn.ParameterList:
+            first, other = (torch.randn(width, HIDDEN, generator=g) * HIDDEN**-0.5 for _ in "ab")
+            each = [first, *(other for _ in spellings[1:])]
+            return nn.ParameterList([nn.Parameter(w.to(fmt.params, copy=True)) for w in each])
 
-        self.spelling, self.format = spelling, fmt
-        self.layers = layers
-        self.wq = nn.ParameterList([projection(HEADS * HEAD_DIM) for _ in range(layers)])
-        self.ww = nn.ParameterList([projection(HEADS) for _ in range(layers)])
-        self.wk = projection(HEAD_DIM)
+        self.spellings, self.format = spellings, fmt
+        self.spelling = spellings[0]
+        self.wq, self.ww = projections(HEADS * HEAD_DIM), projections(HEADS)
+        self.wk = projections(HEAD_DIM)[0]
         self.softmax_scale, self.head_scale = HEAD_DIM**-0.5, HEADS**-0.5
         self.topk, self.block, self.blocks = TOPK, BLOCK, BLOCKS
 
     def scorer(self, layer: int) -> Scorer:
-        mine = self.spelling.source if layer == 0 and self.layers > 1 else None
-        return mine or self.spelling.scorer
+        p = self.spellings[layer]
+        return p.source if layer == 0 and p.source is not None else p.scorer
 
     def total_scale(self, layer: int) -> float:
         return total_scale(self.scorer(layer).scale, self.softmax_scale, self.head_scale)
@@ -135,22 +143,38 @@ class Indexer(nn.Module):
         return total
 
     # -- masks -----------------------------------------------------------------------------
+    @property
+    def fill(self) -> str:
+        form = VISIBILITIES[self.spelling.visibility].form
+        return self.spelling.fill if form is None else form.removeprefix("input ")
+
     def hide(self, s: Tensor, ok: Tensor, rows: Rows, inputs: tuple[Tensor, ...]) -> Tensor:
-        spelling = self.spelling
-        if VISIBILITIES[spelling.visibility].form is not None:
+        p = self.spelling
+        if VISIBILITIES[p.visibility].form is not None:
             bias = inputs[0]
             return s + (bias if bias.dim() == s.dim() else bias.squeeze(-3)).to(s.dtype)
-        if spelling.form == "add full triu":
-            full = torch.full((rows.rows, rows.positions), low(spelling.fill, s), dtype=s.dtype)
+        if p.form == "add full triu":
+            full = torch.full((rows.rows, rows.positions), low(p.fill, s), dtype=s.dtype)
             return s + full.triu(rows.offset + 1)
-        return applied(spelling.form, s, ok, spelling.fill)
+        return applied(p.form, s, ok, p.fill)
+
+    def candidates(self, published: Tensor, rows: Rows, layer: int) -> Tensor:
+        p = self.spellings[layer]
+        return candidate_mask(
+            published, p.publish, p.rebuild, p.expansion, rows.positions, self.block
+        )
 
     def restrict(
-        self, s: Tensor, published: Tensor, ok: Tensor, rows: Rows, inputs: tuple[Tensor, ...]
+        self,
+        s: Tensor,
+        published: Tensor,
+        ok: Tensor,
+        rows: Rows,
+        inputs: tuple[Tensor, ...],
+        layer: int,
     ) -> tuple[Tensor, Tensor]:
         """Causal and candidate masks applied to ``s``, in the order of the spelling."""
-        p = self.spelling
-        mask = self.candidates(published, rows)
+        p, mask = self.spellings[layer], self.candidates(published, rows, layer)
         if p.publish == "additive table":
             s = self.hide(s, ok, rows, inputs) if p.order != "before" else s
             s = s + mask.to(s.dtype)
@@ -162,102 +186,87 @@ class Indexer(nn.Module):
             return self.hide(applied(p.candidate_form, s, mask, self.fill), ok, rows, inputs), mask
         return applied(p.candidate_form, self.hide(s, ok, rows, inputs), mask, self.fill), mask
 
-    def candidates(self, published: Tensor, rows: Rows) -> Tensor:
-        p = self.spelling
-        return candidate_mask(
-            published, p.publish, p.rebuild, p.expansion, rows.positions, self.block
-        )
-
     def publish(self, s: Tensor, ends: Tensor, rows: Rows) -> Tensor:
         p = self.spelling
         best = BLOCK_MAXIMA[p.block_max](s, self.block, low(self.fill, s))
         newest = torch.div(ends - 1, self.block, rounding_mode="floor")
         best = PINS[p.pin](best, newest)
-        top = best.topk(self.count(self.blocks, best.shape[-1]), dim=-1)
+        top = best.topk(self.count(self.blocks, best.shape[-1], 0), dim=-1)
         made = PUBLISHED[p.publish](best, top.values, top.indices, floor(self.fill, s))
         if p.publish == "position mask":
             made = made.repeat_interleave(self.block, dim=-1)[..., : rows.positions]
         return made
 
     # -- selection -------------------------------------------------------------------------
-    @property
-    def fill(self) -> str:
-        form = VISIBILITIES[self.spelling.visibility].form
-        return self.spelling.fill if form is None else form.removeprefix("input ")
-
-    def count(self, k: int, available: int) -> int:
-        return min(k, available) if self.spelling.k == "min" else k
+    def count(self, k: int, available: int, layer: int) -> int:
+        return min(k, available) if self.spellings[layer].k == "min" else k
 
     def select(
-        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor
+        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor, layer: int
     ) -> tuple[Tensor, ...]:
-        p = self.spelling
-        values, indices = SELECTIONS[p.selection](s, self.count(self.topk, s.shape[-1]))
+        p = self.spellings[layer]
+        values, indices = SELECTIONS[p.selection](s, self.count(self.topk, s.shape[-1], layer))
         picks = Picks(s, values, CASTS[p.cast](indices), ok, cand, ends, floor(self.fill, s))
         made = RESULTS[p.result](picks)
-        return (made,) if p.values == "unused" else (made, values)
+        return (made,) if values is None or p.values == "unused" else (made, values)
 
     # -- forward ---------------------------------------------------------------------------
     def keys(self, x: Tensor, past: Tensor | None) -> Tensor:
         new = F.linear(x, self.wk)
         return new if past is None else torch.cat([past, new], dim=-2)
 
-    def run(self, x: Tensor, past: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, past: Tensor | None, *inputs: Tensor) -> tuple[Selected, ...]:
+        """What each layer selects, and its values where they are used."""
         keys = self.keys(x, past)
         batch = x.shape[0] if x.dim() == 3 else None
         rows = Rows(batch, x.shape[-2], keys.shape[-2])
         seen = VISIBILITIES[self.spelling.visibility]
         ok, ends = seen.visible(rows, inputs), seen.ends(rows, inputs)
         first = self.hide(self.score(x, keys, 0), ok, rows, inputs)
-        out = self.select(first, ok, None, ends)
-        if self.layers == 1:
+        out = (self.select(first, ok, None, ends, 0),)
+        if len(self.spellings) == 1:
             return out
         published = self.publish(first, ends, rows)
-        for layer in range(1, self.layers):
-            s, cand = self.restrict(self.score(x, keys, layer), published, ok, rows, inputs)
-            out = (*out, *self.select(s, ok, cand, ends))
+        for layer in range(1, len(self.spellings)):
+            s = self.score(x, keys, layer)
+            s, cand = self.restrict(s, published, ok, rows, inputs, layer)
+            out = (*out, self.select(s, ok, cand, ends, layer))
         return out
 
 
 class Plain(Indexer):
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Selected, ...]:
         return self.run(x, None)
 
 
 class OneInput(Indexer):
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Selected, ...]:
         return self.run(x, None, mask)
 
 
 class TwoInputs(Indexer):
-    def forward(self, x: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, start: Tensor, end: Tensor) -> tuple[Selected, ...]:
         return self.run(x, None, start, end)
 
 
 class Cached(Indexer):
-    def forward(self, x: Tensor, past: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, past: Tensor) -> tuple[Selected, ...]:
         return self.run(x, past)
 
 
 class CachedOneInput(Indexer):
-    def forward(self, x: Tensor, past: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, past: Tensor, mask: Tensor) -> tuple[Selected, ...]:
         return self.run(x, past, mask)
 
 
 class CachedTwoInputs(Indexer):
-    def forward(self, x: Tensor, past: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, past: Tensor, start: Tensor, end: Tensor) -> tuple[Selected, ...]:
         return self.run(x, past, start, end)
 
 
-def compose(spelling: Spelling, layers: int = 2) -> Indexer:
-    """The model of ``spelling``: a source and ``layers - 1`` consumers, or a single-level one."""
-    inputs = VISIBILITIES[spelling.visibility].inputs
-    kinds = (
-        (Plain, OneInput, TwoInputs)
-        if spelling.phase == "prefill"
-        else (Cached, CachedOneInput, CachedTwoInputs)
-    )
-    return kinds[inputs](spelling, layers=layers).eval()
-
-
-__all__ = ["BLOCK", "BLOCKS", "HEADS", "HEAD_DIM", "INF", "TOPK", "Indexer", "Spelling", "compose"]
+def compose(*spellings: Spelling) -> Indexer:
+    """The model of a source layer and its consumers, or of a single-level indexer."""
+    p = spellings[0]
+    inputs = VISIBILITIES[p.visibility].inputs
+    plain, cached = (Plain, OneInput, TwoInputs), (Cached, CachedOneInput, CachedTwoInputs)
+    return (plain if p.phase == "prefill" else cached)[inputs](*spellings).eval()

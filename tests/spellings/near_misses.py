@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .candidates import blocks_of
 from .masks import INF, Rows
-from .model import Indexer, Plain, Spelling
+from .model import Indexer, Plain, Selected, Spelling
 from .oracle import case_of, inputs_of, sizes_of
 from .scorer import aligned
 
@@ -29,8 +29,8 @@ def activated(name: str, act: Callable[[Tensor], Tensor]) -> type[Indexer]:
 class HeadBias(Plain):
     """A bias of each head inside the relu."""
 
-    def __init__(self, spelling: Spelling, layers: int = 2) -> None:
-        super().__init__(spelling, layers=layers)
+    def __init__(self, *spellings: Spelling) -> None:
+        super().__init__(*spellings)
         heads = self.ww[0].shape[0]
         self.bias = nn.Parameter(torch.linspace(-0.5, 0.5, heads), requires_grad=False)
 
@@ -48,8 +48,8 @@ class WeightsInside(Plain):
 class KeysOfHeads(Plain):
     """Every head has its own keys."""
 
-    def __init__(self, spelling: Spelling, layers: int = 2) -> None:
-        super().__init__(spelling, layers=layers)
+    def __init__(self, *spellings: Spelling) -> None:
+        super().__init__(*spellings)
         g = torch.Generator().manual_seed(5)
         heads, width = self.ww[0].shape[0], self.wk.shape[0]
         self.turn = nn.Parameter(torch.randn(heads, width, width, generator=g) * 0.3)
@@ -63,9 +63,9 @@ class KeysOfHeads(Plain):
 # ---------------------------------------------------------------------------- scores that escape
 class ScoresReturned(Plain):
     def select(
-        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor
-    ) -> tuple[Tensor, ...]:
-        out = super().select(s, ok, cand, ends)
+        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor, layer: int
+    ) -> Selected:
+        out = super().select(s, ok, cand, ends, layer)
         return out if cand is None else (*out, s)
 
 
@@ -73,9 +73,9 @@ class ScoresInLoss(Plain):
     """The distribution over all visible positions is trained against a target."""
 
     def select(
-        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor
-    ) -> tuple[Tensor, ...]:
-        out = super().select(s, ok, cand, ends)
+        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor, layer: int
+    ) -> Selected:
+        out = super().select(s, ok, cand, ends, layer)
         if cand is None:
             return out
         log_p = torch.log_softmax(s.masked_fill(~ok, -1e9), dim=-1)
@@ -90,7 +90,7 @@ class PositionPool(Plain):
         top = s.topk(min(self.block * self.blocks, rows.positions), dim=-1)
         return torch.where(top.values > -INF, top.indices, rows.positions)
 
-    def candidates(self, published: Tensor, rows: Rows) -> Tensor:
+    def candidates(self, published: Tensor, rows: Rows, layer: int) -> Tensor:
         flags = torch.zeros(*published.shape[:-1], rows.positions + 1, dtype=torch.bool)
         return flags.scatter(-1, published, True)[..., : rows.positions]
 
@@ -98,7 +98,7 @@ class PositionPool(Plain):
 class OwnCandidates(Plain):
     """Every layer makes its candidates of its own scores."""
 
-    def run(self, x: Tensor, past: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, past: Tensor | None, *inputs: Tensor) -> tuple[Selected, ...]:
         keys = self.keys(x, past)
         rows = Rows(x.shape[0], x.shape[-2], keys.shape[-2])
         ends = rows.ends()
@@ -106,28 +106,28 @@ class OwnCandidates(Plain):
         first = self.hide(self.score(x, keys, 0), ok, rows, inputs)
         second = self.score(x, keys, 1)
         published = self.publish(self.hide(second, ok, rows, inputs), ends, rows)
-        s, cand = self.restrict(second, published, ok, rows, inputs)
-        return (*self.select(first, ok, None, ends), *self.select(s, ok, cand, ends))
+        s, cand = self.restrict(second, published, ok, rows, inputs, 1)
+        return (self.select(first, ok, None, ends, 0), self.select(s, ok, cand, ends, 1))
 
 
 class SinkPositions(Plain):
     """The first positions are let through whatever the candidates."""
 
-    def candidates(self, published: Tensor, rows: Rows) -> Tensor:
-        return super().candidates(published, rows) | (rows.grid() < 2)
+    def candidates(self, published: Tensor, rows: Rows, layer: int) -> Tensor:
+        return super().candidates(published, rows, layer) | (rows.grid() < 2)
 
 
 class LocalWindow(Plain):
     """The newest six positions are let through whatever the candidates."""
 
-    def candidates(self, published: Tensor, rows: Rows) -> Tensor:
-        return super().candidates(published, rows) | (rows.grid() > rows.ends() - 7)
+    def candidates(self, published: Tensor, rows: Rows, layer: int) -> Tensor:
+        return super().candidates(published, rows, layer) | (rows.grid() > rows.ends() - 7)
 
 
 class BlocksOfRows(Plain):
     """Even rows read the ids as blocks of four, odd rows as blocks of five."""
 
-    def candidates(self, published: Tensor, rows: Rows) -> Tensor:
+    def candidates(self, published: Tensor, rows: Rows, layer: int) -> Tensor:
         n = blocks_of(rows.positions, self.block)
         at = published.masked_fill(published < 0, n)
         table = torch.zeros(*published.shape[:-1], n + 1, dtype=torch.bool).scatter(-1, at, True)
@@ -140,15 +140,15 @@ class BlocksOfRows(Plain):
 class SmallBudget(Plain):
     """k = 12 of three blocks of four: rows pick visible positions from outside, by index."""
 
-    def __init__(self, spelling: Spelling, layers: int = 2, topk: int = 12) -> None:
-        super().__init__(spelling, layers=layers)
+    def __init__(self, *spellings: Spelling, topk: int = 12) -> None:
+        super().__init__(*spellings)
         self.topk = topk
 
 
 class SmallestFirst(Plain):
     def select(
-        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor
-    ) -> tuple[Tensor, ...]:
+        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor, layer: int
+    ) -> Selected:
         hidden = s == -INF
         low = s.masked_fill(hidden, INF).topk(self.topk, dim=-1, largest=False)
         return (low.indices.masked_fill(low.values == INF, -1),)
@@ -172,7 +172,7 @@ class NearMiss:
 
 
 def of(kind: type[Indexer], spelling: Spelling = BASE, **how: int) -> Callable[[], nn.Module]:
-    return lambda: kind(spelling, **how).eval()
+    return lambda: kind(spelling, spelling, **how).eval()
 
 
 def small(topk: int, result: str) -> Callable[[], nn.Module]:

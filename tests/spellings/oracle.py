@@ -115,12 +115,12 @@ def expect(model: Indexer, inputs: tuple[Tensor, ...], sizes: Sizes) -> Expected
     inside = visible
     with torch.no_grad():
         keys = model.keys(x, past)
-        for layer in range(model.layers):
+        for layer in range(len(model.spellings)):
             scores, mass = exact_scores(model.operands(x, keys, layer), model.total_scale(layer))
             picked, apart = best(scores, mass, inside, min(TOPK, t))
             gap = min(gap, apart)
             selected.append(picked), allowed.append(inside), exact.append(scores)
-            if layer == 0 and model.layers > 1:
+            if layer == 0 and len(model.spellings) > 1:
                 inside, apart = pool(scores, mass, visible, ends, p.pin != "none")
                 gap = min(gap, apart)
     return Expected(tuple(selected), tuple(allowed), tuple(exact), gap)
@@ -146,16 +146,17 @@ def draw(model: Indexer, sizes: Sizes) -> Case:
 
 
 @cache
-def case_of(spelling: Spelling, layers: int = 2) -> Case:
-    """The composed model at its first sizes."""
-    return draw(compose(spelling, layers), sizes_of(spelling))
+def case_of(*spellings: Spelling) -> Case:
+    """The composed model at its first sizes; one spelling stands for source and consumer."""
+    both = spellings * 2 if len(spellings) == 1 else spellings
+    return draw(compose(*both), sizes_of(both[0]))
 
 
 @cache
-def other_sizes(spelling: Spelling, layers: int = 2) -> tuple[Case, Case]:
+def other_sizes(*spellings: Spelling) -> tuple[Case, Case]:
     """The same model at two other sizes."""
-    model = case_of(spelling, layers).model
-    return draw(model, sizes_of(spelling, 1)), draw(model, sizes_of(spelling, 2))
+    model = case_of(*spellings).model
+    return draw(model, sizes_of(spellings[0], 1)), draw(model, sizes_of(spellings[0], 2))
 
 
 # ---------------------------------------------------------------------------- reading a result
@@ -178,28 +179,31 @@ def as_sets(out: Tensor, sizes: Sizes, allowed: Tensor, result: str) -> Tensor:
     return picked & allowed if result == "raw" else picked
 
 
-def check(case: Case, out: tuple[Tensor, ...]) -> None:
+def check(case: Case, out: tuple[tuple[Tensor, ...], ...]) -> None:
     """Every layer's sets equal the oracle's; returned values equal its scores, in order."""
-    step = 1 if case.model.spelling.values == "unused" else 2
-    assert len(out) == step * case.model.layers
-    for layer, want in enumerate(case.expected.selected):
-        allowed = case.expected.allowed[layer]
-        got = as_sets(out[layer * step], case.sizes, allowed, case.model.spelling.result)
-        wrong = (got != want).nonzero()
-        assert not len(wrong), (
-            f"layer {layer}: {len(wrong)} positions differ, first (batch, row, position) "
-            f"{wrong[0].tolist()}"
-        )
-        if step == 2:
-            check_values(case, layer, out[layer * 2 + 1])
+    assert len(out) == len(case.model.spellings)
+    for layer in range(len(out)):
+        check_layer(case, out, layer)
 
 
-def check_values(case: Case, layer: int, values: Tensor) -> None:
-    expected = case.expected
+def check_layer(case: Case, out: tuple[tuple[Tensor, ...], ...], layer: int) -> None:
+    expected, result = case.expected, case.model.spellings[layer].result
+    got = as_sets(out[layer][0], case.sizes, expected.allowed[layer], result)
+    wrong = (got != expected.selected[layer]).nonzero()
+    assert not len(wrong), (
+        f"layer {layer}: {len(wrong)} positions differ, first (batch, row, position) "
+        f"{wrong[0].tolist()}"
+    )
+    if len(out[layer]) == 2:
+        check_values(case, out[layer][1], layer)
+
+
+def check_values(case: Case, values: Tensor, layer: int) -> None:
+    expected, p = case.expected, case.model.spellings[layer]
     want = expected.scores[layer].masked_fill(~expected.selected[layer], -INF)
     want = want.sort(dim=-1, descending=True).values[..., : values.shape[-1]]
     got = values.reshape(want.shape).double()
-    if case.model.spelling.selection == "topk unsorted":
+    if p.selection == "topk unsorted":
         got = got.sort(dim=-1, descending=True).values
     found = want > -INF
     tolerance = max(case.model.format.tolerance, 1e-5)

@@ -131,9 +131,10 @@ RESULTS: dict[str, Callable[[Picks], Tensor]] = {
 }
 NEEDS_VALUES = {"-1 by value", "-1 by value == -inf", "-1 by isfinite", "bias with spare column"}
 NEEDS_INFINITE = {"-1 by value == -inf", "-1 by isfinite"}
-# These keep a pick that is visible, even outside the candidates: right only where a row with
-# fewer than k visible candidates has no other visible position.
-BY_VISIBILITY = {"-1 by index", "bool mask", "bool mask of ones", "additive bias"}
+# These keep a pick that is visible, even outside the candidates (raw picks leave that to whoever
+# takes them): right only where a row with fewer than k visible candidates has no other visible
+# position.
+BY_VISIBILITY = {"-1 by index", "bool mask", "bool mask of ones", "additive bias", "raw"}
 
 CASTS: dict[str, Callable[[Tensor], Tensor]] = {
     "int64": lambda i: i,

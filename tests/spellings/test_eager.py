@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from .cover import ALONE, COMBINED, EVERY, chosen
-from .model import Spelling
-from .oracle import case_of, check, other_sizes
+from .model import Spelling, compose
+from .oracle import case_of, check, draw, other_sizes, sizes_of
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -36,7 +36,8 @@ def test_the_oracle_holds_at_other_sizes(name: str) -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("phase", ["prefill", "chunk", "decode"])
 def test_single_level_and_shared_candidates(layers: int, phase: str) -> None:
-    case = case_of(Spelling(phase=phase, publish="ids int32"), layers)
+    p = Spelling(phase=phase, publish="ids int32")
+    case = draw(compose(*[p] * layers), sizes_of(p))
     with torch.no_grad():
         check(case, case.model(*case.inputs))
 
