@@ -1,0 +1,73 @@
+"""The two-level example: what its plain form means, and that optimising it keeps that."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsa_compile
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import two_level_indexer as example  # noqa: E402
+
+SMALL = example.ModelConfig(
+    vocab=64,
+    hidden=32,
+    q_rank=16,
+    attention_heads=2,
+    latent=16,
+    index_heads=16,
+    index_dim=32,
+    index_rope=16,
+    index_topk=24,
+    block_size=8,
+    candidate_blocks=8,
+)
+
+
+def test_consumers_pick_from_published_blocks_alone() -> None:
+    torch.manual_seed(1)
+    config = SMALL
+    indexer = example.Indexer(config).eval()
+    x, q_latent = torch.randn(2, 9, config.hidden), torch.randn(2, 9, config.q_rank)
+    keys = torch.randn(2, 203, config.index_dim)
+    with torch.inference_mode():
+        _, published = indexer(x, q_latent, keys, None)
+        picks, _ = indexer(x.flip(0), q_latent.flip(0), keys, published)
+    assert published.sum(-1).max() <= config.candidate_blocks * config.block_size
+    assert (picks >= 0).all()
+    assert published.gather(-1, picks).all()
+    assert (picks <= torch.arange(203 - 9, 203)[:, None]).all()
+
+
+def check_sites(optimized: dsa_compile.OptimizedModule, consumers: int) -> None:
+    sites = optimized.report.sites
+    assert [s.kind for s in sites] == ["source"] + ["consumer"] * consumers
+    assert [s.status for s in sites] == ["fused"] + ["rewritten"] * consumers
+    sizes = {(s.heads, s.head_dim, s.k) for s in sites}
+    assert sizes == {(SMALL.index_heads, SMALL.index_dim, SMALL.index_topk)}
+    assert {s.block_size for s in sites[1:]} == {SMALL.block_size}
+
+
+def test_one_capture_serves_all_lengths() -> None:
+    config = dataclasses.replace(SMALL, layers=3)
+    model, inputs = example.build(304, 17, config)
+    with torch.inference_mode():
+        optimized = dsa_compile.optimize(model, example_inputs=inputs)
+        check_sites(optimized, consumers=2)
+        for positions, rows in ((304, 17), (320, 5), (256, 40)):
+            _, other = example.build(positions, rows, config)
+            torch.testing.assert_close(optimized(*other), model(*other), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions, rows", [(129, 129), (200, 1)], ids=["prefill", "decode"])
+def test_static_sizes(positions: int, rows: int) -> None:
+    config = dsa_compile.Config(dynamic=False)
+    model, inputs = example.build(positions, rows, dataclasses.replace(SMALL, layers=2))
+    with torch.inference_mode():
+        optimized = dsa_compile.optimize(model, example_inputs=inputs, config=config)
+        check_sites(optimized, consumers=1)
+        torch.testing.assert_close(optimized(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
