@@ -77,8 +77,8 @@ def capture(
     """Capture ``model`` for these arguments, with every size dynamic that the model allows.
 
     Raises:
-        CaptureError: torch.export cannot trace the model, or an argument is of a type that it
-            does not understand (for instance a cache object).
+        CaptureError: torch.export cannot trace the model, an argument is of a type that it does
+            not understand (for instance a cache object), or forward changes Python attributes.
     """
     signature = CallSignature.of(model)
     names, values, in_spec = flatten(signature.bind(args, kwargs))
@@ -100,8 +100,14 @@ def capture(
     out_specs: list[pytree.TreeSpec] = []
     flat = _Flat(model, rebuild, out_specs.append)
     flat.training = False
-    with ModelState(model, tensors=False).kept():
+    state = ModelState(model, tensors=False)
+    with state.kept():
         program, notes, kept_dynamic = _export(flat, inputs, dynamic)
+        if changed := state.changed_attributes():
+            raise CaptureError(
+                f"the model's forward changes its attribute {changed[0]}, which a capture does not "
+                "repeat; make it a buffer that is updated in place, or leave example_inputs away"
+            )
     lifted = unlift(program, model, prefix="model.")
     live_names = [name for name, is_live in zip(names, live, strict=True) if is_live]
     guards = tuple(program._guards_code)

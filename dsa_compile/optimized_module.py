@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from dsa_compile.call_inputs import CallSignature, flatten
 from dsa_compile.errors import ConfigError, GradientError, TrainingModeError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Engine:
         self.session = session
         self.host = host
         self._notes = notes
+        self._signature = CallSignature.of(model)
 
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +56,7 @@ class Engine:
             InputError: the capture from example inputs does not serve the call.
         """
         check_mode(self.model)
-        check_gradients(args, kwargs)
+        check_gradients(self._signature, args, kwargs)
         self.session.ran = set()
         with torch.no_grad():
             result = self.host(*args, **kwargs)
@@ -147,15 +149,19 @@ def check_mode(model: nn.Module) -> None:
             )
 
 
-def check_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_gradients(
+    signature: CallSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Raise GradientError, naming the input, if gradients are on and an input asks for them."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(
+        isinstance(value, torch.Tensor) and value.requires_grad
+        for value in pytree.tree_leaves((args, kwargs))
+    ):
         return
-    for path, value in pytree.tree_flatten_with_path((args, kwargs))[0]:
+    names, values, _ = flatten(signature.bind(args, kwargs))
+    for name, value in zip(names, values, strict=True):
         if isinstance(value, torch.Tensor) and value.requires_grad:
-            name = pytree.keystr(path[1:])
             raise GradientError(
-                f"{'argument' if path[0] == pytree.SequenceKey(1) else 'positional argument'} "
-                f"{name} requires gradients; optimised models only run forward: detach it, or "
-                "call under torch.no_grad()"
+                f"input {name} requires gradients; optimised models only run forward: detach it, "
+                "or call under torch.no_grad()"
             )

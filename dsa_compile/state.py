@@ -25,16 +25,17 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, tensors: bool = True) -> None:
-        self._attributes: list[tuple[Any, Any]] = []
-        self._items: list[tuple[Any, Any]] = []
+        self._attributes: list[tuple[str, Any, Any]] = []
+        self._items: list[tuple[str, Any, Any]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        for module in model.modules():
+        for path, module in model.named_modules():
+            prefix = f"{path}." if path else ""
             slots = [vars(module), module._buffers]
-            self._attributes += [(slot, dict(slot)) for slot in slots]
+            self._attributes += [(prefix, slot, dict(slot)) for slot in slots]
             values = [v for slot in slots for v in slot.values()]
-            for value in values:
+            for name, value in vars(module).items():
                 if type(value) in _CONTAINERS:
-                    self._items.append((value, copy.copy(value)))
+                    self._items.append((prefix + name, value, copy.copy(value)))
             if tensors:
                 inner = [v for c in values if type(c) in (list, dict) for v in _members(c)]
                 self._keep_tensors([*values, *inner])
@@ -44,10 +45,21 @@ class ModelState:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 self._contents.append((value, value.detach().clone(), _version(value)))
 
+    def changed_attributes(self) -> list[str]:
+        """Names of the attributes that now hold another object, or other items."""
+        names = [
+            prefix + name
+            for prefix, now, before in self._attributes
+            for name in {**now, **before}
+            if name not in now or name not in before or now[name] is not before[name]
+        ]
+        items = [n for n, now, before in self._items if not _same(now, before)]
+        return sorted({*names, *items})
+
     def restore(self) -> None:
         """Put everything back."""
         # What did not change is not touched: compiled code may guard on it.
-        for container, before in (*self._attributes, *self._items):
+        for _, container, before in (*self._attributes, *self._items):
             if not _same(container, before):
                 container.clear()
                 container.extend(before) if isinstance(container, list) else container.update(

@@ -51,7 +51,7 @@ def attend(x: Tensor, values: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     top = scores.topk(min(TOPK, scores.shape[-1]), dim=-1)
     found = top.values > -torch.inf
     picked = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, top.indices, found)
-    logits = (x @ values.mT).masked_fill(~picked, -1e9)
+    logits = (x @ values.mT).masked_fill(~picked, -3e4)
     return logits.softmax(-1) @ values, top.indices.masked_fill(~found, -1)
 
 
