@@ -80,9 +80,14 @@ def parts(within: Part, rows: int) -> Iterator[Part]:
             yield Part(b, min(b + items, within.b1), s, min(s + step, within.s1))
 
 
-def rows_within(budget: int, bytes_per_row: int) -> int:
-    """Rows that fit the budget, one at least."""
-    return max(1, budget // max(1, bytes_per_row))
+def rows_within(budget: int, bytes_per_row: int, tile: int = 1) -> int:
+    """Rows that fit the budget, one at least; whole tiles if one fits.
+
+    Parts of whole tiles make the same products as one large part, so that the budget does not
+    change a single bit of the scores.
+    """
+    rows = max(1, budget // max(1, bytes_per_row))
+    return rows if rows < tile else rows // tile * tile
 
 
 def dense_tile(heads: int, rows: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .cpu_candidates import columns, expand, positions_of
 from .cpu_dense import Problem, dense_into
-from .cpu_plan import Part, parts, rows_within, scratch, smallest_strip, working_set
+from .cpu_plan import Part, dense_tile, parts, rows_within, scratch, smallest_strip, working_set
 from .cpu_sparse import Candidates, sparse_logits
 from .cpu_topk import fill_empty, ranked
 from .reference import NEG_INF, in_blocks
@@ -68,7 +68,8 @@ def select_dense(
     indices = torch.empty(batch, count, topk, dtype=torch.int64)
     strip = _strip(problem, block_size)
     row_bytes = min(strip, positions) * itemsize + heads * dim * itemsize + 32 * topk
-    rows = rows_within(working_set() // 2, row_bytes + visible_bytes)
+    tile, _ = dense_tile(heads, batch * count)
+    rows = rows_within(working_set() // 2, row_bytes + visible_bytes, tile)
     buffer: Tensor | None = None
     for part in parts(problem.whole, rows):
         some = problem.restrict(part)

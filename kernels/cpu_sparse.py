@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cpu_dense import Problem, dense_into
-from .cpu_plan import Part, gather_tile, parts, rows_within, scratch, working_set
+from .cpu_plan import Part, dense_tile, gather_tile, parts, rows_within, scratch, working_set
 from .reference import NEG_INF
 
 _GATHER_COST = 10.0
@@ -256,7 +256,8 @@ def sparse_logits(problem: Problem, candidates: Candidates) -> Tensor:
     row_bytes = max(positions, size) * itemsize + 24 * candidates.blocks.shape[2]
     row_bytes += heads * dim * itemsize
     limit = dense_crossover(heads, dim)
-    for part in parts(problem.whole, rows_within(budget, row_bytes)):
+    tile, _ = dense_tile(heads, batch * count)
+    for part in parts(problem.whole, rows_within(budget, row_bytes, tile)):
         rows = _Rows.of(problem, candidates, part)
         target = part.of(out).view(-1, width)
         valid = int(rows.end.sum())
