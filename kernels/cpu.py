@@ -12,9 +12,10 @@ from torch import Tensor
 
 from . import cpu_candidates
 from .cpu_dense import problem
+from .cpu_gather import Candidates
 from .cpu_plan import limit_working_set, working_set
 from .cpu_select import block_maxima, select_candidates, select_dense
-from .cpu_sparse import Candidates, dense_crossover, sparse_logits
+from .cpu_sparse import dense_crossover, sparse_logits
 from .cpu_topk import best_columns, fill_empty, ranked
 from .reference import fill_value, pin_newest_block
 from .register import register

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 DEFAULT_WORKING_SET = 64 << 20
-_TILE_SCORES = 1 << 18
-_TILE_HEAD_ROWS = 256
+_TILE_SCORES = 1 << 19
+_TILE_HEAD_ROWS = 512
 _MIN_STRIP, _MAX_STRIP = 512, 4096
 _GATHER_BYTES = 5 << 18
 _MIN_GATHER = 64

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 
 from .cpu_candidates import columns, expand, positions_of
 from .cpu_dense import Problem, dense_into
+from .cpu_gather import Candidates
 from .cpu_plan import Part, dense_tile, parts, rows_within, scratch, smallest_strip, working_set
-from .cpu_sparse import Candidates, sparse_logits
+from .cpu_sparse import sparse_logits
 from .cpu_topk import fill_empty, ranked
 from .reference import NEG_INF, in_blocks
 

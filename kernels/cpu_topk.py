@@ -8,6 +8,9 @@ from torch import Tensor
 from .cpu_plan import Part, parts, rows_within, working_set
 from .reference import NEG_INF, accumulator
 
+_GROUP = 8
+_GROUPED_WIDTH = 3 * _GROUP
+
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
     """Equality under the order of a top-k, where all NaNs are one value above +inf."""
@@ -32,6 +35,27 @@ def _order_ties(values: Tensor, order: Tensor) -> Tensor:
     return order.gather(-1, shuffled.sort(dim=-1, descending=True, stable=True).indices)
 
 
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` best values of every row, descending, and one choice of their columns.
+
+    The best values of a row lie in the groups of columns with the best maxima: as many groups as
+    values wanted are enough. Of equal maxima at the cut any will do, since every group taken
+    brings one value that is no worse.
+    """
+    rows, width = scores.shape
+    if width < _GROUPED_WIDTH * count:
+        return torch.topk(scores, count, dim=-1)
+    groups = width // _GROUP
+    maxima = scores[:, : groups * _GROUP].view(rows, _GROUP, groups).amax(1)
+    column = torch.topk(maxima, count, dim=-1, sorted=False).indices
+    column = (column[:, None] + torch.arange(_GROUP)[:, None] * groups).flatten(1)
+    if groups * _GROUP < width:
+        tail = torch.arange(groups * _GROUP, width).expand(rows, -1)
+        column = torch.cat((column, tail), dim=1)
+    values, order = torch.topk(scores.gather(1, column), count, dim=-1)
+    return values, column.gather(1, order)
+
+
 def ranked(scores: Tensor, topk: int, *, keep_all: bool = False) -> tuple[Tensor, Tensor]:
     """Best columns of [R, W] scores: descending, NaN first, ties by column, -1 for -inf.
 
@@ -47,7 +71,10 @@ def ranked(scores: Tensor, topk: int, *, keep_all: bool = False) -> tuple[Tensor
         shape = (scores.shape[0], kept)
         return scores.new_empty(shape), torch.empty(shape, dtype=torch.int64)
     # One more than asked for shows whether the cut falls inside a tie.
-    values, order = torch.topk(scores, min(kept + 1, width), dim=-1)
+    more = min(kept + 1, width)
+    step = rows_within(working_set() // 4, 16 * _GROUP * more)
+    best = [_best(some, more) for some in scores.split(step)]
+    values, order = (torch.cat(x) if len(best) > 1 else x[0] for x in zip(*best, strict=True))
     rest, values = values[:, kept:], values[:, :kept].contiguous()
     order = order[:, :kept].contiguous()
     found = torch.ones_like(values, dtype=torch.bool) if keep_all else values != NEG_INF

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from dsa_compile.kernels import cpu_candidates, cpu_plan, cpu_sparse
+from dsa_compile.kernels import cpu_candidates, cpu_gather, cpu_plan, cpu_sparse, cpu_topk
 from dsa_compile.kernels.cpu import limit_working_set
 
 CUTS = st.fixed_dictionaries(
@@ -18,6 +18,7 @@ CUTS = st.fixed_dictionaries(
         "path": st.sampled_from([None, "gather", "dense"]),
         "row_loop": st.booleans(),
         "sort": st.booleans(),
+        "groups": st.booleans(),
     }
 )
 
@@ -29,6 +30,7 @@ def cut(
     path: str | None = None,
     row_loop: bool = False,
     sort: bool = False,
+    groups: bool = False,
 ) -> Iterator[None]:
     """Results must not depend on any of this.
 
@@ -38,6 +40,7 @@ def cut(
         path: Score candidates always from gathered keys, or always from dense scores.
         row_loop: Hide the columns past the end row by row, as for wide rows.
         sort: Expand candidates by sorting, as when there are many more blocks than ids.
+        groups: Rank groups of columns first, as for rows much wider than k.
     """
     with ExitStack() as stack:
         if budget is not None:
@@ -52,6 +55,7 @@ def cut(
                 ("_MIN_GATHER", 6),
             ):
                 stack.enter_context(patch.object(cpu_plan, name, value))
+            stack.enter_context(patch.object(cpu_gather, "_PRODUCTS", 40))
         if path is not None:
             limit = 0.0 if path == "gather" else float("inf")
             stack.enter_context(patch.object(cpu_sparse, "dense_crossover", lambda h, d: limit))
@@ -59,4 +63,7 @@ def cut(
             stack.enter_context(patch.object(cpu_sparse, "_ROW_LOOP_WIDTH", 0))
         if sort:
             stack.enter_context(patch.object(cpu_candidates, "_BITMAP_CELLS_PER_ID", 0))
+        if groups:
+            stack.enter_context(patch.object(cpu_topk, "_GROUP", 3))
+            stack.enter_context(patch.object(cpu_topk, "_GROUPED_WIDTH", 3))
         yield
