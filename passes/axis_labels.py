@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from dsa_compile.passes.bind_sizes import Binding
-from dsa_compile.passes.graph_tools import CASTS, is_tensor, op_name, value
+from dsa_compile.passes.graph_tools import CASTS, is_tensor, op_name, same_size, value
 
 Axis = list[int]
 Axes = list[Axis]
@@ -230,9 +230,9 @@ class Labels:
         dim = dim % len(axes)
         if name == "select":
             return axes[:dim] + axes[dim + 1 :]
-        size = self.binding.shape(node)[dim]
-        if size != self.extent(axes[dim]):
-            axes[dim] = self.fresh(size)
+        whole = name == "slice" and op_name(node) == "slice"
+        if not whole or not same_size(value(node).shape[dim], value(source).shape[dim]):
+            axes[dim] = self.fresh(self.binding.shape(node)[dim])
         return axes
 
     def reduce(self, node: fx.Node, axes: Axes) -> Axes:
@@ -302,8 +302,8 @@ def lower_axes(labels: Labels, node: fx.Node, axes: Axes) -> dict[fx.Node, Axes]
         except LabelError:
             return None
     if name == "slice":
-        same = labels.binding.shape(inputs[0]) == labels.binding.shape(node)
-        return {inputs[0]: axes} if same else None
+        sizes = zip(value(inputs[0]).shape, value(node).shape, strict=True)
+        return {inputs[0]: axes} if all(same_size(a, b) for a, b in sizes) else None
     if (
         name in CASTS
         or name in ("expand", "clone", "contiguous", "alias", "detach")

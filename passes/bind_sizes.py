@@ -143,6 +143,10 @@ class SizeBinder:
         found: list[Binding] = []
         for group in _assignments(sorted(free, key=str), position, env, guards, at_least):
             for numbers in group:
+                if found and any(
+                    numbers[s] == found[0].numbers[s] for s in free if not _fixed(env, s)
+                ):
+                    continue
                 if all(_holds(g, numbers) for g in guards) and _whole(Binding(numbers), values):
                     found.append(Binding(numbers))
                     break
@@ -158,6 +162,12 @@ class SizeBinder:
             chosen = [g for g in exprs if g.free_symbols and g.free_symbols <= free]
             self._guards[key] = sorted(chosen, key=lambda g: len(str(g)))
         return self._guards[key]
+
+
+def _fixed(env: Any, symbol: sympy.Symbol) -> bool:
+    """Whether a symbol can be one number alone."""
+    known = (getattr(env, "var_to_range", None) or {}).get(symbol)
+    return known is not None and bool(known.lower == known.upper)
 
 
 def _whole(binding: Binding, values: list[Any]) -> bool:
@@ -196,7 +206,8 @@ def _assignments(
             for symbol in ordered:
                 if symbol in ranges:
                     low, high = ranges[symbol].lower, ranges[symbol].upper
-                    numbers[symbol] = max(numbers[symbol], int(low))
+                    if low.is_Integer:
+                        numbers[symbol] = max(numbers[symbol], int(low))
                     if high.is_Integer:
                         numbers[symbol] = min(numbers[symbol], int(high))
             yield numbers

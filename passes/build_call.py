@@ -62,13 +62,10 @@ class CallBuilder:
             kwargs["row_end"] = self._fold(ends, aten.minimum.default)
         if mask is not None:
             kwargs["mask"] = mask
-        if self.masks.bias is not None:
-            bias = layout.canonical(
-                self.masks.bias.node,
-                self.masks.bias.labels(),
-                [roles.batch, roles.rows, roles.positions],
-            )
-            kwargs["bias"] = bias
+        if self.masks.bias:
+            groups = [roles.batch, roles.rows, roles.positions]
+            added = [layout.canonical(t.node, t.labels(), groups) for t in self.masks.bias]
+            kwargs["bias"] = self._fold(added, aten.add.Tensor)
         if candidates is not None:
             kwargs["block_ids"] = candidates.emit(layout, roles)
             kwargs["block_size"] = candidates.block_size

@@ -1,33 +1,109 @@
 """Decide whether slots that found nothing could show a model what the sparse form would hide.
 
 The rewritten selection fills such slots with hidden positions, which is one of the outcomes that a
-dense top-k may have. A consumer whose model tells empty slots by index, not by score, would in the
-dense form go on to attend positions outside its candidates; it is left alone unless that provably
-cannot happen.
+dense top-k over ties may have. A consumer whose model tells empty slots by index, not by score,
+would in the dense form go on to attend positions outside its candidates; it is left alone unless
+that provably cannot happen. Where hidden scores are finite and differ, the dense form ranks them,
+so that every use must drop them by their scores.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.fx as fx
 
-from dsa_compile.passes.graph_tools import CASTS, SELECTIONS, is_tensor, is_view, op_name, value
+from dsa_compile.passes.graph_tools import (
+    CASTS,
+    SELECTIONS,
+    is_tensor,
+    is_view,
+    op_name,
+    value,
+)
 from dsa_compile.passes.prove_candidates import Candidates
 from dsa_compile.passes.read_selection import Selection, constant_k, constant_size
+from dsa_compile.passes.recognise_ops import constant_of
 from dsa_compile.passes.trace_scores import Refusal
 
 _PASSING = frozenset(
     {"add", "sub", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "select", "slice"}
 )
 _COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+_LOGIC = frozenset(
+    {"bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not", "mul"}
+)
 
 
-def unguarded_use(selection: Selection, guards: set[fx.Node]) -> fx.Node | None:
+@dataclass(frozen=True)
+class Guards:
+    """Nodes that tell a found slot from an empty one.
+
+    Attributes:
+        scores: the selected scores, and gathers of scores at the picks.
+        flags: gathers of the complete visibility at the picks.
+        floor: the value of hidden scores; the largest where they differ.
+        exact: whether all hidden scores are that one value.
+    """
+
+    scores: frozenset[fx.Node]
+    flags: frozenset[fx.Node]
+    floor: float
+    exact: bool
+
+    def tells(self, cond: object) -> bool:
+        """Whether a condition is made of tests that hidden scores cannot pass."""
+        stack, seen = [cond], 0
+        while stack and seen < 40:
+            node, seen = stack.pop(), seen + 1
+            if not isinstance(node, fx.Node):
+                continue
+            if node in self.flags:
+                return True
+            name = op_name(node)
+            if name in _COMPARES and self._threshold(node):
+                return True
+            if self.floor == float("-inf") and name in ("isfinite", "isinf", "isneginf", "abs"):
+                if _source(node.args[0]) in self.scores:
+                    return True
+            if name in _LOGIC or name in _COMPARES or is_view(node) or name in CASTS:
+                stack.extend(node.all_input_nodes)
+        return False
+
+    def _threshold(self, compare: fx.Node) -> bool:
+        for one, other in (compare.args[:2], compare.args[1::-1]):
+            if _source(one) in self.scores:
+                edge = constant_of(other)
+                return edge is not None and edge >= (self.floor if self.exact else self.floor / 2)
+        return False
+
+    def values_are_tests(self, selection: Selection) -> bool:
+        """Whether the selected scores are read by such tests alone."""
+        stack: list[fx.Node] = [*selection.values]
+        while stack:
+            for user in stack.pop().users:
+                if is_view(user) or op_name(user) in CASTS:
+                    stack.append(user)
+                elif not (op_name(user) in _COMPARES and self._threshold(user)):
+                    return False
+        return True
+
+
+def _source(node: object) -> object:
+    while isinstance(node, fx.Node) and (is_view(node) or op_name(node) in CASTS):
+        node = node.args[0]
+    return node
+
+
+def unguarded_use(
+    selection: Selection, guards: Guards, *, by_index: bool = False
+) -> fx.Node | None:
     """A use of the positions that no test of the scores (or of full visibility) guards.
 
     Args:
         selection: whose positions are followed.
-        guards: nodes that tell a found slot from an empty one: the selected scores, and gathers of
-            scores or of the complete visibility at the selected positions.
+        guards: what tells a found slot from an empty one.
+        by_index: let a test of the position itself pass for a guard.
     """
     seen: set[fx.Node] = set()
     stack: list[fx.Node] = list(selection.indices)
@@ -38,18 +114,21 @@ def unguarded_use(selection: Selection, guards: set[fx.Node]) -> fx.Node | None:
         seen.add(node)
         for user in node.users:
             name = op_name(user)
-            if user in guards or name in _COMPARES:
+            if user in guards.flags or user in guards.scores:
                 continue
-            if name in ("where", "masked_fill"):
+            if name in _COMPARES:
+                odd = _odd_use_of_test(user, seen)
+                if odd is not None:
+                    return odd
+            elif name in ("where", "masked_fill"):
                 cond = user.args[0] if name == "where" else user.args[1]
-                if _depends(cond, guards):
-                    continue
-                return user
-            if name == "scatter" and len(user.args) > 3 and _depends(user.args[3], guards):
+                if not guards.tells(cond) and not (by_index and _reads(cond, seen)):
+                    return user
+            elif name == "scatter" and len(user.args) > 3 and guards.tells(user.args[3]):
                 continue
-            if name == "gather" and not user.users:
+            elif name == "gather" and not user.users:
                 continue
-            if (
+            elif (
                 is_view(user)
                 or name in CASTS
                 or name in _PASSING
@@ -57,39 +136,82 @@ def unguarded_use(selection: Selection, guards: set[fx.Node]) -> fx.Node | None:
                 or name == "getitem"
             ):
                 stack.append(user)
-                continue
-            return user
+            else:
+                return user
     return None
 
 
-def _depends(node: object, guards: set[fx.Node]) -> bool:
-    stack: list[object] = [node]
-    seen: set[fx.Node] = set()
-    while stack:
-        top = stack.pop()
-        if not isinstance(top, fx.Node) or top in seen or len(seen) > 40:
+def _odd_use_of_test(test: fx.Node, picks: set[fx.Node]) -> fx.Node | None:
+    """A use of a comparison of the picks that does more than choose what becomes of a pick."""
+    stack, seen = [test], 0
+    while stack and seen < 40:
+        node, seen = stack.pop(), seen + 1
+        for user in node.users:
+            name = op_name(user)
+            if name in _LOGIC or is_view(user):
+                stack.append(user)
+                continue
+            data = user.args[1:3] if name == "where" else user.args[:1]
+            if name not in ("where", "masked_fill") or not any(_reads(d, picks) for d in data):
+                return user
+    return None
+
+
+def _reads(node: object, picks: set[fx.Node]) -> bool:
+    stack, seen = [node], 0
+    while stack and seen < 16:
+        top, seen = stack.pop(), seen + 1
+        if not isinstance(top, fx.Node):
             continue
-        if top in guards:
+        if top in picks:
             return True
-        seen.add(top)
-        if is_tensor(top):
+        if is_tensor(top) and (
+            is_view(top)
+            or op_name(top) in CASTS
+            or op_name(top) in _PASSING
+            or op_name(top) in _COMPARES
+            or op_name(top) in _LOGIC
+        ):
             stack.extend(top.all_input_nodes)
     return False
+
+
+def check_hidden(selection: Selection, guards: Guards) -> None:
+    """Refuse where hidden scores are finite, differ, and could be seen.
+
+    Raises:
+        Refusal: the selected scores, or positions of hidden ones, reach the model.
+    """
+    if guards.exact:
+        return
+    if not guards.values_are_tests(selection):
+        raise Refusal("hidden positions keep finite scores of their own, which the model reads", 8)
+    use = unguarded_use(selection, guards, by_index=True)
+    if use is not None:
+        raise Refusal(
+            "hidden positions keep finite scores of their own, and their order reaches the model "
+            f"through {op_name(use) or use.op}",
+            8,
+        )
 
 
 def check_leak(
     selection: Selection,
     candidates: Candidates,
-    guards: set[fx.Node],
+    guards: Guards,
     *,
     only_end_bound: bool,
     has_start_bound: bool,
+    source_agrees: bool,
 ) -> str:
     """Prove that the model's own rule for empty slots cannot show positions outside candidates.
 
     A row whose candidates hold fewer visible positions than ``k`` has empty slots. With ``n``
     published blocks of ``b``, all full but the newest (which holds at least one position), a row
     with more visible positions than that has at least ``(n - 1) * b + 1`` of them inside.
+
+    Args:
+        source_agrees: the ids are the best blocks of a source that sees what this layer sees.
 
     Returns:
         A note for the report.
@@ -100,10 +222,10 @@ def check_leak(
     use = unguarded_use(selection, guards)
     if use is None:
         return "empty slots are told by their scores"
-    text = f"the model tells empty slots by index ({op_name(use)}), not by score"
-    if candidates.root is None:
+    text = f"the model tells empty slots by index ({op_name(use) or use.op}), not by score"
+    if candidates.root is None or not source_agrees:
         raise Refusal(
-            f"{text}, and how many blocks are published is not known in this graph: positions from "
+            f"{text}, and which blocks are published is not known from this graph: positions from "
             "outside the candidates could leak",
             8,
         )
@@ -126,3 +248,39 @@ def check_leak(
             8,
         )
     return f"empty slots are told by index; safe since k = {k} <= {least}"
+
+
+def plain_validity(candidates: Candidates) -> bool:
+    """Whether ids count as unused exactly where their block's score is hidden."""
+    valid, root = candidates.valid, candidates.root
+    if root is None:
+        return False
+    if valid is None:
+        made = candidates.ids
+        for _ in range(8):
+            if op_name(made) in ("where", "masked_fill"):
+                cond = made.args[0] if op_name(made) == "where" else made.args[1]
+                return _compares_root(cond, root)
+            if is_view(made) or op_name(made) in CASTS:
+                made = made.args[0]  # type: ignore[assignment]
+            else:
+                return op_name(made) == "getitem"
+        return False
+    return _compares_root(valid, root)
+
+
+def _compares_root(cond: object, root: fx.Node) -> bool:
+    while op_name(cond) in ("logical_not", "bitwise_not") or is_view(cond):
+        cond = cond.args[0]  # type: ignore[union-attr]
+    if op_name(cond) in ("lt",) and isinstance(cond, fx.Node):
+        # ids < 0, of ids that a test of the scores made negative
+        ids = _source(cond.args[0])
+        if op_name(ids) in ("where", "masked_fill") and isinstance(ids, fx.Node):
+            inner = ids.args[0] if op_name(ids) == "where" else ids.args[1]
+            return _compares_root(inner, root)
+    if op_name(cond) not in ("gt", "ne", "eq", "isfinite") or not isinstance(cond, fx.Node):
+        return False
+    held = _source(cond.args[0])
+    edge = constant_of(cond.args[1]) if len(cond.args) > 1 else float("-inf")
+    from_root = op_name(held) == "getitem" and held.args[0] is root and held.args[1] == 0  # type: ignore[union-attr]
+    return bool(from_root and edge is not None and edge <= -6e4)

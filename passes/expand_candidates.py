@@ -9,11 +9,14 @@ import torch.fx as fx
 
 from dsa_compile.passes.assign_roles import Layout
 from dsa_compile.passes.axis_labels import Axes, LabelError, Labels
-from dsa_compile.passes.bind_sizes import SizeBinder
+from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.gather_columns import ColumnGatherer, Frame
 from dsa_compile.passes.graph_tools import Emitter, ancestors, is_tensor, value
+from dsa_compile.passes.prove_candidates import draw_masks, mask_leaves
+from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, needed
 from dsa_compile.passes.split_masks import mask_leaf
+from dsa_compile.passes.trace_scores import Refusal
 
 _SELECT = "dsa.indexer_select.default"
 
@@ -114,7 +117,7 @@ def _expand(graph: fx.Graph, call: fx.Node, binder: SizeBinder) -> None:
 
 def _at_columns(emit: Emitter, mask: fx.Node, columns: fx.Node, binder: SizeBinder) -> fx.Node:
     """A canonical mask at the candidate columns, re-evaluated there where its ops allow it."""
-    cone = [n for n in ancestors([mask], mask_leaf) if is_tensor(n)]
+    cone = [n for n in [*ancestors([mask], mask_leaf), columns] if is_tensor(n)]
     bound = binder.bindings(cone, mask, count=1)
     if not bound:
         return _gathered(emit, mask, columns)
@@ -124,9 +127,34 @@ def _at_columns(emit: Emitter, mask: fx.Node, columns: fx.Node, binder: SizeBind
     frame = Frame(labels, axes[0], axes[1], axes[2])
     gatherer = ColumnGatherer(Layout(labels, emit), frame, columns)
     try:
-        return gatherer.gather(mask, axes)
-    except LabelError:
-        return _gathered(emit, mask, columns)
+        found = gatherer.gather(mask, axes)
+        if _agrees(mask, found, columns, bound[0]):
+            return found
+    except (LabelError, Refusal):
+        pass
+    return _gathered(emit, mask, columns)
+
+
+def _agrees(mask: fx.Node, found: fx.Node, columns: fx.Node, binding: Binding) -> bool:
+    """Whether the re-evaluated mask is the mask gathered at drawn columns."""
+    total = binding.shape(mask)[-1]
+    draw = Draw(torch.Generator().manual_seed(5), total)
+    shape = binding.shape(columns)
+    leaves = [n for n in mask_leaves([mask]) if n is not columns]
+    for limit in (total, 2, 0):
+        draw.positions = limit
+        at = torch.randint(0, total, shape, generator=draw.generator)
+        env = draw_masks(leaves, draw, binding, special={columns: at})
+        try:
+            values = evaluate(needed([mask, found], env), env, binding)
+        except ProbeError:
+            continue
+        whole = values[mask].broadcast_to((*shape[:2], total)).gather(-1, at)
+        got = values[found].broadcast_to(shape)
+        return bool(
+            torch.equal(whole, got) if whole.dtype == torch.bool else torch.allclose(whole, got)
+        )
+    return False
 
 
 def _gathered(emit: Emitter, mask: fx.Node, columns: fx.Node) -> fx.Node:

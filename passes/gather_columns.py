@@ -40,13 +40,15 @@ class ColumnGatherer:
     def __init__(self, layout: Layout, roles: Frame, columns: fx.Node) -> None:
         self.layout, self.roles, self.columns = layout, roles, columns
         self.emit = layout.emit
-        self._done: dict[fx.Node, fx.Node] = {}
+        self._done: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def gather(self, node: fx.Node, axes: Axes) -> fx.Node:
         """The node at the columns, broadcastable to ``[B, S, W]``."""
-        if node not in self._done:
-            self._done[node] = self._gather(node, axes)
-        return self._done[node]
+        # The same tensor may be read both ways round (a mask and its transpose).
+        key = (node, str([self.roles.labels.resolve(a) for a in axes]))
+        if key not in self._done:
+            self._done[key] = self._gather(node, axes)
+        return self._done[key]
 
     def _gather(self, node: fx.Node, axes: Axes) -> fx.Node:
         roles, name = self.roles, op_name(node)

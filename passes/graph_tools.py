@@ -62,6 +62,13 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two recorded sizes are the same number at every binding, by their expressions."""
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return bool(a.node.expr == b.node.expr)
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
 def dtype_of(node: fx.Node) -> torch.dtype:
     """dtype of a tensor node."""
     dtype = value(node).dtype

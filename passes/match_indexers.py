@@ -20,7 +20,13 @@ from dsa_compile.passes.assign_roles import Roles, assign_roles
 from dsa_compile.passes.axis_labels import LabelError
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.build_call import CallBuilder
-from dsa_compile.passes.check_slots import check_leak, unguarded_use
+from dsa_compile.passes.check_slots import (
+    Guards,
+    check_hidden,
+    check_leak,
+    plain_validity,
+    unguarded_use,
+)
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.graph_tools import (
     Emitter,
@@ -94,7 +100,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     shared = _Shared()
     found = selections(graph)
     scores = {n.args[0] for n in found}
-    ranked = [n for n in found if not _ranks_blocks(n, scores)]  # type: ignore[arg-type]
+    ranked = [n for n in found if _ranked_scores(n, scores) is None]  # type: ignore[arg-type]
     results: list[tuple[Site, SitePair | None]] = []
     # Later sites first: a consumer is proven on its source's own selection, before its removal.
     for node in reversed(ranked):
@@ -146,8 +152,8 @@ def _unforeseen(error: Exception) -> Refusal:
     return Refusal(f"unforeseen {type(error).__name__} while matching: {text}", 2)
 
 
-def _ranks_blocks(node: fx.Node, scores: set[fx.Node]) -> bool:
-    """Whether a selection ranks maxima over blocks of scores that another selection ranks."""
+def _ranked_scores(node: fx.Node, scores: set[fx.Node]) -> fx.Node | None:
+    """The scores, ranked by another selection, whose maxima over blocks a selection ranks."""
     stack: list[object] = [node.args[0]]
     seen: set[fx.Node] = set()
     while stack:
@@ -156,10 +162,10 @@ def _ranks_blocks(node: fx.Node, scores: set[fx.Node]) -> bool:
             continue
         seen.add(top)
         if top in scores and top is not node.args[0]:
-            return any(op_name(n) in ("amax", "max", "max_pool1d") for n in seen)
+            return top if any(op_name(n) in ("amax", "max") for n in seen) else None
         if is_float(top) or op_name(top) == "max":
             stack.extend(n for n in top.all_input_nodes if selection_root(n) is None)
-    return False
+    return None
 
 
 class _Matcher:
@@ -198,6 +204,7 @@ class _Matcher:
         try:
             call = builder.build(candidates)
             self._prove(trace, bound, roles, call)
+            check_hidden(self.selection, guards)
             if candidates is not None:
                 note = check_leak(
                     self.selection,
@@ -206,6 +213,7 @@ class _Matcher:
                     only_end_bound=call.kwargs.get("mask") is None
                     and call.kwargs.get("bias") is None,
                     has_start_bound=call.kwargs.get("row_start") is not None,
+                    source_agrees=self._source_agrees(trace, masks, candidates),
                 )
                 self.looked.notes += (note,)
             if self.selection.stable and unguarded_use(self.selection, guards) is not None:
@@ -247,15 +255,22 @@ class _Matcher:
 
     def _users(
         self, trace: ScoreTrace, roles: Roles, masks: Masks
-    ) -> tuple[Publisher | None, set[fx.Node], list[Picked]]:
+    ) -> tuple[Publisher | None, Guards, list[Picked]]:
         """Who else reads the scores: gathers at the picks, a publisher, or one that forbids it."""
         selection = self.selection
         gathers = self._picks([trace.score])
         seen = [n for e in trace.masks if (n := _visibility(e)) is not None]
-        guards = {*selection.values, *(p.node for p in gathers)}
-        for pick in self._picks(list(dict.fromkeys(seen))):
-            if len(trace.masks) == 1 or _implies(pick.node.args[0], masks):
-                guards.add(pick.node)
+        flags = [
+            pick.node
+            for pick in self._picks(list(dict.fromkeys(seen)))
+            if len(trace.masks) == 1 or _implies(pick.node.args[0], masks)
+        ]
+        guards = Guards(
+            frozenset({*selection.values, *(p.node for p in gathers)}),
+            frozenset(flags),
+            masks.floor,
+            masks.exact,
+        )
         own = {selection.node, *(p.node for p in gathers)}
         extra = [u for u in trace.score.users if u not in own and not _only_shape(u)]
         for node in trace.path:
@@ -311,6 +326,32 @@ class _Matcher:
         found = self.shared.proofs[key].at(cone, roles)
         self.looked.block_size = found.block_size
         return with_atom(found, roles)
+
+    def _source_agrees(self, trace: ScoreTrace, masks: Masks, candidates: Candidates) -> bool:
+        """Whether the ids are the best blocks of scores under the very masks of this layer."""
+        root = candidates.root
+        if root is None or op_name(root) != "topk" or not plain_validity(candidates):
+            return False
+        scores = {n.args[0] for n in selections(self.graph)} - {root.args[0]}
+        source = _ranked_scores(root, scores)
+        if source is None:
+            return False
+        try:
+            theirs = self.shared.walker.trace(source)
+        except Refusal:
+            return False
+        candidate = {t.node for t in masks.candidate}
+
+        def read(events: list[MaskEvent]) -> set[Hashable]:
+            out: set[Hashable] = set()
+            for event in events:
+                cone = sorted(ancestors([event.mask], mask_leaf))
+                if not candidate & set(cone):
+                    inputs = tuple(n for n in cone if mask_leaf(n) and not is_size(n))
+                    out.add((event.kind, signature(cone, mask_leaf), inputs))
+            return out
+
+        return read(trace.masks) == read(theirs.masks)
 
     def _prove(self, trace: ScoreTrace, bound: list[Binding], roles: Roles, call: fx.Node) -> None:
         targets = [trace.score, *call.all_input_nodes]

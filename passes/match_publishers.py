@@ -67,20 +67,24 @@ class Publisher:
         leaves = mask_leaves([*extra])
         for _ in range(2):
             scores = draw.normal(shape, torch.float32)
-            scores = scores.masked_fill(~draw.boolean(shape), fill).to(dtype_of(self.score))
+            blocks = -(-total // self.block_size)
+            alive = draw.boolean((*shape[:-1], blocks)).repeat_interleave(self.block_size, -1)
+            shown = draw.boolean(shape) & alive[..., :total]
+            scores = scores.masked_fill(~shown, fill).to(dtype_of(self.score))
+            # Lengths may exceed the context, or be negative: the pin must follow there too.
+            draw.positions = total + 2 * self.block_size
             env = draw_masks(leaves, draw, binding, special={self.score: scores})
             env.pop(self.maxima, None)
             try:
                 values = evaluate(needed([self.maxima, *extra], env), env, binding)
             except ProbeError as error:
                 raise Refusal(f"the block maxima cannot be probed: {error}", 7) from None
-            blocks = -(-total // self.block_size)
             padded = torch.nn.functional.pad(
                 scores.float(), (0, blocks * self.block_size - total), value=fill
             )
             expected = padded.unflatten(-1, (blocks, self.block_size)).amax(-1)
             got = values[self.maxima].float()
-            if got.shape != expected.shape or not _same_maxima(got, expected):
+            if got.shape != expected.shape or not torch.equal(got, expected):
                 raise Refusal("what it publishes is not the maximum of contiguous blocks", 7)
             if self.pinned is not None and not self._pins_newest(values, roles, total, end, blocks):
                 self.pinned, self.selection, self.ranked = None, None, None
@@ -133,12 +137,6 @@ class Publisher:
                 out = emit(aten._to_copy.default, out, dtype=dtype_of(self.maxima))
             swaps.append((self.maxima, out))
         return new, swaps
-
-
-def _same_maxima(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal where a block shows a position; elsewhere any hiding value stands for none."""
-    dead = expected <= HIDING
-    return bool(torch.equal(got <= HIDING, dead)) and torch.equal(got[~dead], expected[~dead])
 
 
 def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:

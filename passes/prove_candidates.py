@@ -30,8 +30,11 @@ from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate
 from dsa_compile.passes.split_masks import Term, mask_leaf
 from dsa_compile.passes.trace_scores import Refusal
 
-_WILD = ("holes", "twice", "beyond")
+_WILD = ("holes", "twice", "beyond", "odd")
 _MAX_BLOCK = 1024
+_EDGES = frozenset(
+    {"ge", "gt", "le", "lt", "eq", "ne", "clamp", "clamp_min", "clamp_max", "add", "sub", "slice"}
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,14 @@ def block_hint(terms: tuple[Term, ...]) -> int:
                 a for arg in node.args for a in (arg if isinstance(arg, (list, tuple)) else [arg])
             ]
         sizes |= {a for a in literal if type(a) is int and 2 <= a <= 256}
-    return 3 * max(sizes, default=8) + 1
+    block = max(sizes, default=8)
+    edges = {0}
+    for node in ancestors([t.node for t in terms], mask_leaf):
+        if op_name(node) in _EDGES and is_tensor(node):
+            edges |= {abs(a) for a in node.args[1:] if type(a) is int and abs(a) < 1 << 31}
+    # A rule that starts at some position or block shows itself only beyond it.
+    edge = max(edges)
+    return max(3 * block + 1, edge + 2 * block if edge > 64 else (edge + 2) * min(block, 64))
 
 
 def _orders(roles: Roles, rank: int) -> list[Axes]:
@@ -180,6 +190,9 @@ class CandidateProver:
         self.leaves = mask_leaves([term.node])
         self.eager = EagerLayout(roles.labels)
         self.counterexample: str | None = None
+        literals = {a for n in self.cone for a in n.args if type(a) is int}
+        near = {a + d for a in literals for d in (-1, 0, 1)}
+        self.draw.odd = tuple(sorted({*self.draw.odd, *near}))
         rows = roles.labels.extent(roles.batch) * roles.labels.extent(roles.rows)
         self.rounds = max(2, -(-12 // rows))
 
@@ -212,13 +225,14 @@ class CandidateProver:
 
     def _hypotheses(self, block: int) -> list[Candidates]:
         ordered = sorted(self.cone)
-        integers = [n for n in ordered if self._may_be_ids(n)]
+        # The tensor nearest the mask says most about what an id means (casts, wraps, sentinels).
+        integers = [n for n in reversed(ordered) if self._may_be_ids(n)]
         out: list[Candidates] = []
         for ids in integers:
             shape = self.binding.shape(ids)
             flags = [
                 n
-                for n in ordered
+                for n in reversed(ordered)
                 if is_tensor(n) and dtype_of(n) == torch.bool and self.binding.shape(n) == shape
             ]
             for order, lead in enumerate(_orders(self.roles, len(shape) - 1)):

@@ -113,6 +113,7 @@ class Draw:
 
     generator: torch.Generator
     positions: int
+    odd: tuple[int, ...] = (-2, -7, 127, 999, 2**15, 2**30, 2**31 - 1, -(2**31))
 
     def _rand(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.rand(shape, generator=self.generator)
@@ -146,9 +147,17 @@ class Draw:
         order = torch.argsort(self._rand((*shape[:-1], width)), dim=-1)[..., :kept]
         scores = self.normal(shape, torch.float32).sort(dim=-1, descending=True).values
         live = torch.randint(0, kept + 1, (*shape[:-1], 1), generator=self.generator)
-        scores = scores.masked_fill(torch.arange(kept) >= live, float("-inf"))
         dtype = out[0].dtype if isinstance(out, (tuple, list)) else torch.float32
-        return {"values": scores.to(dtype), "indices": order}
+        scores = scores.to(dtype)
+        # What a block may be worth: pinned (+inf or the largest), not a number, hidden in any way.
+        pick = self._rand((*shape[:-1], 1))
+        lowest = torch.where(self._rand(pick.shape) < 0.3, -1e9, torch.finfo(dtype).min).to(dtype)
+        hidden = torch.where(self._rand(pick.shape) < 0.6, float("-inf"), lowest).to(dtype)
+        scores = torch.where(torch.arange(kept) >= live, hidden, scores)
+        first = torch.where(pick < 0.5, float("inf"), torch.finfo(dtype).max).to(dtype)
+        first = torch.where(pick < 0.1, float("nan"), first)
+        scores = torch.where((torch.arange(kept) == 0) & (pick < 0.7), first, scores)
+        return {"values": scores, "indices": order}
 
     def ids(
         self, shape: tuple[int, ...], dtype: torch.dtype, blocks: int, wild: str
@@ -166,6 +175,12 @@ class Draw:
             out[..., 1::2] = out[..., : width - width % 2 : 2][..., : out[..., 1::2].shape[-1]]
         elif wild == "beyond":
             out = torch.where(self._rand(shape) < 0.3, blocks + 3, out)
+        elif wild == "odd":
+            odd = torch.tensor([o for o in self.odd if not 0 <= o < blocks] or [-1])
+            limits = torch.iinfo(dtype)
+            odd = odd[(odd >= limits.min) & (odd <= limits.max)]
+            taken = odd[torch.randint(0, len(odd), shape, generator=self.generator)]
+            out = torch.where(self._rand(shape) < 0.4, taken, out)
         return out.to(dtype)
 
     def integer(self, shape: tuple[int, ...], dtype: torch.dtype, high: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ _SCATTERS = frozenset(
     {"scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "any", "one_hot"}
     | {"isin", "index_add", "index_fill", "index_copy", "bincount", "masked_scatter"}
 )
+_FAR = 1 << 40
 _FLIP = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _NOT = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
@@ -60,12 +61,22 @@ class Term:
 
 @dataclass(frozen=True)
 class Masks:
-    """All masks of one site: terms that are not candidates, terms that may be, and an addend."""
+    """All masks of one site.
+
+    Attributes:
+        residual, candidate: terms that are not, or may be, membership in candidates.
+        bias: what is added to the scores as numbers.
+        fill: the value that hidden scores get in the rewritten form.
+        exact: whether every hidden score has that very value in the model, too.
+        floor: the largest value that a hidden score may have.
+    """
 
     residual: tuple[Term, ...]
     candidate: tuple[Term, ...]
-    bias: Term | None
+    bias: tuple[Term, ...]
     fill: float
+    exact: bool
+    floor: float
 
 
 def mask_leaf(node: fx.Node) -> bool:
@@ -204,32 +215,75 @@ def split_masks(trace: ScoreTrace, roles: Roles) -> Masks:
     Raises:
         Refusal: two addends that are data, or an addend without an axis of positions.
     """
-    terms: list[Term] = []
-    addends: list[Term] = []
-    fills = [float("-inf")] if not trace.masks else []
+    parts: list[_Part] = []
     for event in trace.masks:
         at = roles.labels.axes(event.at)
         shape = roles.labels.binding.shape(event.mask)
+        if len(shape) > len(at):
+            raise Refusal("a mask has more dims than the scores", 5)
         axes = [a if s != 1 else [] for a, s in zip(at[len(at) - len(shape) :], shape, strict=True)]
         if event.kind == "add":
-            more, data = _split_additive(roles, event.mask, axes)
-            terms += more
-            addends += data
-            fills.append(float("-inf"))
+            terms, data = _split_additive(roles, event.mask, axes)
+            fills = _hiding_constants(event.mask)
+            parts.append(_Part(terms, data, _term(event.mask, axes, True), fills))
         else:
-            terms += _split(roles, event.mask, axes, event.kind == "show")
-            fills.append(event.fill if event.fill is not None else float("-inf"))
-    if len(addends) > 1:
-        raise Refusal("more than one tensor of numbers is added to the scores", 5)
+            terms = _split(roles, event.mask, axes, event.kind == "show")
+            fill = event.fill if event.fill is not None else float("-inf")
+            parts.append(_Part(terms, [], None, {fill}))
+    unique = list(dict.fromkeys(t for p in parts for t in p.terms))
+    candidate = tuple(t for t in unique if is_candidate(t))
+    if not candidate:
+        # Dense scoring can add finite masks as they are, and so keep the order of what they hide.
+        parts = [p.as_bias() if p.addend is not None and p.finite() else p for p in parts]
+        unique = list(dict.fromkeys(t for p in parts for t in p.terms))
+    addends = [t for p in parts for t in p.data]
     for addend in addends:
         if not addend.axes or not addend.axes[-1]:
             raise Refusal("a number per row is added to the scores", 5)
-    unique = list(dict.fromkeys(terms))
-    candidate = tuple(t for t in unique if is_candidate(t))
-    residual = tuple(t for t in unique if t not in candidate)
-    return Masks(
-        residual, candidate, addends[0] if addends else None, min(fills, default=float("-inf"))
+    fills = {f for p in parts for f in p.fills} or {float("-inf")}
+    exact = len(fills) == 1 and not any(
+        p.addend is not None and p.finite() and p.terms for p in parts
     )
+    return Masks(
+        tuple(t for t in unique if t not in candidate),
+        candidate,
+        tuple(addends),
+        min(fills),
+        exact,
+        max(fills),
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one mask came apart into; ``addend`` is the whole of an additive one."""
+
+    terms: list[Term]
+    data: list[Term]
+    addend: Term | None
+    fills: set[float]
+
+    def finite(self) -> bool:
+        return any(f != float("-inf") for f in self.fills)
+
+    def as_bias(self) -> _Part:
+        assert self.addend is not None
+        return _Part([], [self.addend], None, set())
+
+
+def _hiding_constants(node: fx.Node) -> set[float]:
+    """The hiding values that an additive mask is made of; -inf where none is written out."""
+    found: set[float] = set()
+    for inner in ancestors([node], mask_leaf):
+        for arg in inner.args:
+            number = constant_of(arg)
+            if (
+                number is not None
+                and number <= HIDING
+                and op_name(inner) not in ("gt", "lt", "ne", "eq")
+            ):
+                found.add(number)
+    return found or {float("-inf")}
 
 
 def predicate(layout: Layout, term: Term) -> fx.Node:
@@ -302,6 +356,10 @@ class BoundReader:
         total: fx.Node | None = None
         for sign, node in rows:
             part = self.emit(aten.squeeze.dim, node, -1)
+            if dtype_of(part) != torch.int64:
+                part = self.emit(aten._to_copy.default, part, dtype=torch.int64)
+            # A row's limit may be written as the largest integer; arithmetic on it must not wrap.
+            part = self.emit(aten.clamp.default, part, -_FAR, _FAR)
             if sign < 0:
                 part = self.emit(aten.neg.default, part)
             total = part if total is None else self.emit(aten.add.Tensor, total, part)

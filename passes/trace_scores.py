@@ -209,6 +209,7 @@ class Walker:
                 f"the mask value {fill:g} is within reach of real scores: hidden ones could win",
                 4,
             )
+        _nothing_after(found, fill)
         assert isinstance(cond, fx.Node)
         found.masks.append(MaskEvent(node, cond, kind, fill))
 
@@ -229,6 +230,7 @@ class Walker:
             raise Refusal(f"a constant {other} is added to the scores", 3)
         if op_name(node) == "sub":
             raise Refusal("a tensor is subtracted from the scores", 3)
+        _nothing_after(found, None)
         found.masks.append(MaskEvent(node, other, "add"))
 
     def _scale(self, node: fx.Node, bearing: list[fx.Node], found: ScoreTrace) -> None:
@@ -305,6 +307,14 @@ class Walker:
             if name in _ADDS:
                 raise Refusal("a bias is added inside the relu", 3)
             raise Refusal(f"{name or node.op} stands between the product and the relu", 2)
+
+
+def _nothing_after(found: ScoreTrace, fill: float | None) -> None:
+    """Refuse a mask whose hidden value a later factor could bring back among real scores."""
+    if found.weights or found.factors:
+        raise Refusal("a mask stands under weights or scales of the scores", 4)
+    if found.constant <= 0 or found.constant != 1.0 and fill != -math.inf:
+        raise Refusal("a mask stands under a scale of the scores", 4)
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
