@@ -159,7 +159,9 @@ def _export(
             with torch.no_grad(), warnings.catch_warnings():
                 # torch's own deprecations, raised while it copies its tree specifications.
                 warnings.filterwarnings("ignore", category=FutureWarning)
-                program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
+                # torch.export marks the dynamic tensors themselves: each attempt takes new ones.
+                fresh = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in inputs)
+                program = torch.export.export(flat, fresh, dynamic_shapes=shapes, strict=False)
                 program = program.run_decompositions(composite_decompositions())
                 return program, notes, shapes is not None
         except Exception as error:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
-from collections import Counter
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from dsa_compile.passes.sites import Site
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 WIDTH = 120
 
@@ -138,26 +138,20 @@ class Report:
         return render(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.table import Table
         from rich.text import Text
 
         yield Text(self.summary(), style="bold")
         if self.sites:
-            table = Table(show_lines=False, pad_edge=False)
-            for column in COLUMNS:
-                justify: Literal["left", "right"] = "right" if column in NUMERIC else "left"
-                table.add_column(column, justify=justify, overflow="fold")
-            for site, cells in rows(self.sites):
-                style = "" if site.status == "kept" else "green"
-                table.add_row(*map(Text, cells), style=style)
+            table = plain_table(TABLE, folded=("where",), numeric=NUMERIC)
+            for site, cells in rows(self.sites, TABLE):
+                table.add_row(*map(Text, cells), style="" if site.status == "kept" else "green")
             yield table
+        for line in remarks(self.sites):
+            yield Text(line)
         if changes := self.op_changes():
-            table = Table(pad_edge=False)
-            table.add_column("op", overflow="fold")
-            table.add_column("before", justify="right")
-            table.add_column("after", justify="right")
-            for name, (before, after) in changes.items():
-                table.add_row(Text(name), str(before), str(after))
+            table = plain_table(("op", "before", "after"), ("op",), numeric=("before", "after"))
+            for name, pair in changes.items():
+                table.add_row(Text(name), *map(str, pair))
             yield table
         if not self.matched:
             yield Text(self.explain_miss())
@@ -165,42 +159,63 @@ class Report:
             yield Text(f"note: {note}")
 
 
-COLUMNS = (
-    "graph", "sites", "where", "kind", "status", "heads x dim", "block", "k", "provider", "why"
-)  # fmt: skip
-NUMERIC = frozenset({"graph", "sites", "heads x dim", "block", "k"})
+# What a narrow terminal has room for; everything that a page shows.
+TABLE = ("graph", "sites", "where", "kind", "status", "heads x dim", "block", "k")
+COLUMNS = (*TABLE, "provider", "why")
+NUMERIC = ("graph", "sites", "heads x dim", "block", "k")
 
 
-def rows(sites: Iterable[Site]) -> list[tuple[Site, tuple[str, ...]]]:
-    """Table rows in the order of ``COLUMNS``, layers that are alike counted in one row."""
-    numbers = Counter(sites)
-    return [(site, _row(site, number)) for site, number in numbers.items()]
+def rows(sites: Iterable[Site], columns: Iterable[str]) -> list[tuple[Site, tuple[str, ...]]]:
+    """Rows of the given columns; layers that are alike are counted in one row."""
+    alike: dict[tuple[str, ...], list[Site]] = {}
+    for site in sites:
+        cells = _cells(site)
+        alike.setdefault(tuple(cells.get(column, "") for column in columns), []).append(site)
+    at = list(columns).index("sites")
+    return [
+        (group[0], (*key[:at], str(len(group)), *key[at + 1 :])) for key, group in alike.items()
+    ]
+
+
+def remarks(sites: Iterable[Site]) -> list[str]:
+    """Reasons, counterexamples and notes, each with the places that they are about."""
+    places: dict[str, dict[str, None]] = {}
+    for site in sites:
+        if why := _cells(site)["why"]:
+            places.setdefault(why, {})[short_place(site.where)] = None
+    return [f"{', '.join(where)}: {why}" for why, where in places.items()]
 
 
 def short_place(where: str) -> str:
-    """``where`` without the folders that all places share: installed packages, the current one."""
-    for marker in ("site-packages/", f"{os.getcwd()}/"):
-        _, found, rest = where.partition(marker)
-        if found:
-            return rest
-    return where
+    """``where`` without the folders."""
+    return where.rpartition("/")[2]
 
 
-def _row(site: Site, number: int) -> tuple[str, ...]:
-    shape = f"{site.heads} x {site.head_dim}" if site.heads and site.head_dim else "-"
+def _cells(site: Site) -> dict[str, str]:
     why = [site.reason, site.counterexample, *site.notes]
-    return (
-        str(site.graph),
-        str(number),
-        short_place(site.where),
-        site.kind,
-        site.status,
-        shape,
-        _cell(site.block_size),
-        _cell(site.k),
-        _cell(site.provider),
-        "; ".join(part for part in why if part),
-    )
+    return {
+        "graph": str(site.graph),
+        "where": short_place(site.where),
+        "kind": site.kind,
+        "status": site.status,
+        "heads x dim": f"{site.heads} x {site.head_dim}" if site.heads and site.head_dim else "-",
+        "block": _cell(site.block_size),
+        "k": _cell(site.k),
+        "provider": _cell(site.provider),
+        "why": "; ".join(part for part in why if part),
+    }
+
+
+def plain_table(columns: Iterable[str], folded: Iterable[str], numeric: Iterable[str]) -> Table:
+    """An empty table whose folded columns give way where the console is narrow."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in numeric else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in folded)
+    return table
 
 
 def render(renderable: Any) -> str:
@@ -208,7 +223,8 @@ def render(renderable: Any) -> str:
     from rich.console import Console
 
     buffer = io.StringIO()
-    Console(file=buffer, width=WIDTH, color_system=None, legacy_windows=False).print(renderable)
+    width = max(80, shutil.get_terminal_size((WIDTH, 24)).columns)
+    Console(file=buffer, width=width, color_system=None, legacy_windows=False).print(renderable)
     return buffer.getvalue().rstrip("\n")
 
 

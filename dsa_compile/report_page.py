@@ -19,7 +19,7 @@ tr.kept td.status { color: #8a5200; }
 td.where, td.op { font-family: ui-monospace, monospace; }
 """
 
-_NUMBERS = NUMERIC | {"before", "after"}
+_NUMBERS = (*NUMERIC, "before", "after")
 
 
 def page(report: Report) -> str:
@@ -32,7 +32,7 @@ def page(report: Report) -> str:
         f"<p>{escape(report.summary())}</p>",
     ]
     if report.sites:
-        cells = [(site.status, row) for site, row in rows(report.sites)]
+        cells = [(site.status, row) for site, row in rows(report.sites, COLUMNS)]
         parts += ["<h2>Selections</h2>", _table(COLUMNS, cells)]
     if not report.matched:
         parts.append(f"<p>{escape(report.explain_miss())}</p>")

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 _CONTAINERS = (list, dict, set)
+PLAIN = (bool, int, float, complex, str, bytes, set, frozenset)
 
 
 class ModelState:
@@ -46,14 +48,14 @@ class ModelState:
                 self._contents.append((value, value.detach().clone(), _version(value)))
 
     def changed_attributes(self) -> list[str]:
-        """Names of the attributes that now hold another object, or other items."""
+        """Names of the attributes that now hold another value, or other items."""
         names = [
             prefix + name
             for prefix, now, before in self._attributes
             for name in {**now, **before}
-            if name not in now or name not in before or now[name] is not before[name]
+            if name not in now or name not in before or not _alike(now[name], before[name])
         ]
-        items = [n for n, now, before in self._items if not _same(now, before)]
+        items = [n for n, now, before in self._items if not _alike(now, before)]
         return sorted({*names, *items})
 
     def restore(self) -> None:
@@ -87,6 +89,21 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, list):
         return all(a is b for a, b in zip(now, before, strict=True))
     return list(now) == list(before) and all(now[key] is before[key] for key in before)
+
+
+def _alike(now: Any, before: Any) -> bool:
+    """Whether two values are one object, or plain data and containers that are equal.
+
+    Tracing takes containers apart and builds them anew, tuples and the like too.
+    """
+    if now is before:
+        return True
+    now_leaves, now_spec = pytree.tree_flatten(now)
+    leaves, spec = pytree.tree_flatten(before)
+    return now_spec == spec and all(
+        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+        for a, b in zip(now_leaves, leaves, strict=True)
+    )
 
 
 def _members(container: Any) -> list[Any]:

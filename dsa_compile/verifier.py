@@ -13,7 +13,7 @@ from dsa_compile.call_inputs import clone_inputs
 from dsa_compile.compare import Agreement, compare_selections, largest_difference
 from dsa_compile.optimized_module import check_mode, engine_of, original_of
 from dsa_compile.passes.sites import Site, SitePair
-from dsa_compile.report import render, short_place
+from dsa_compile.report import plain_table, render, short_place
 from dsa_compile.session import CapturedGraph
 from dsa_compile.state import ModelState
 
@@ -78,12 +78,11 @@ class Verification:
         return render(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(pad_edge=False)
-        for column in ("graph", "where", "kind", "status", "same rows", "score difference"):
-            table.add_column(column, overflow="fold")
+        numeric = ("graph", "same rows", "score difference")
+        columns = ("graph", "where", "kind", "status", "same rows", "score difference")
+        table = plain_table(columns, folded=("where",), numeric=numeric)
         for entry in self.sites:
             site = entry.site
             agreed = f"{entry.same_rows} of {entry.rows}"

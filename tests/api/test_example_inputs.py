@@ -210,6 +210,30 @@ def test_a_model_that_cannot_be_exported_says_so() -> None:
         dsa_compile.optimize(Branches().eval(), example_inputs=(inputs(),))
 
 
+def test_a_model_that_allows_no_dynamic_size_is_captured_as_it_is() -> None:
+    from torch import fx
+
+    from dsa_compile import export_host
+
+    plain, tried = torch.export.export, []
+
+    def only_static(*args, dynamic_shapes=None, **kwargs):
+        tried.append(dynamic_shapes)
+        if dynamic_shapes is not None:
+            plain(*args, dynamic_shapes=dynamic_shapes, **kwargs)
+            raise ValueError("no size may change\nfor a reason")
+        return plain(*args, dynamic_shapes=None, **kwargs)
+
+    x = inputs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.export, "export", only_static)
+        captured = export_host.capture(NoIndexer().eval(), (x,), {})
+    assert len(tried) == 3 and isinstance(captured.graph_module, fx.GraphModule)
+    assert captured.notes == ("no size could be kept dynamic: ValueError: no size may change",)
+    assert captured.leaves[0].sizes == tuple(x.shape)
+    assert not any("dynamo" in name for name in vars(x))
+
+
 def test_python_attributes_that_forward_changes_are_never_lost_silently() -> None:
     model = WithBreak().eval()
     with pytest.raises(CaptureError, match="forward changes its attribute seen"):

@@ -75,9 +75,7 @@ def test_prefill_and_decoding_with_a_cache(kind: str, cache: str) -> None:
     assert len(matched) == 4 and {site.heads for site in matched} == {16}
     assert all("modeling_" in site.where for site in matched)
 
-    result = dsa_compile.verify(
-        model, optimized, input_ids=tokens, cache=mine, use_cache=True
-    )
+    result = dsa_compile.verify(model, optimized, input_ids=tokens, cache=mine, use_cache=True)
     assert result.rows == result.same_rows == 4 and result.largest_output_difference < 1e-4
     assert mine.get_seq_length() == theirs.get_seq_length() == 16
 

@@ -80,6 +80,20 @@ def test_text_shows_sites_reasons_ops_and_notes() -> None:
         assert "couldnotmakedimension1ofx" in flat
 
 
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_narrow_console_has_room(width: int) -> None:
+    lines = _printed(REPORT, width).splitlines()
+    assert any(line.split()[2:4] == ["model.py:10", "consumer"] for line in lines)
+    assert all(len(line) <= width for line in lines)
+
+
+def test_folders_are_left_out_of_the_text() -> None:
+    site = Site("single", "kept", "/usr/lib/python/site-packages/models/modeling.py:7", reason="r")
+    text = str(Report((site,)))
+    assert "modeling.py:7: r" in text
+    assert "site-packages" in Report((site,)).explain_miss()
+
+
 def test_markup_in_a_reason_is_shown_as_it_is() -> None:
     report = Report((Site("single", "kept", "a.py:1", reason="reads [bold]weights[/bold]"),))
     assert "[bold]" in str(report)
@@ -87,7 +101,7 @@ def test_markup_in_a_reason_is_shown_as_it_is() -> None:
 
 def test_layers_that_are_alike_share_a_row() -> None:
     text = str(Report((CONSUMER,) * 61, graphs=1))
-    assert text.count("model.py:10") == 1 and "61" in text
+    assert text.count("consumer") == 1 and "61" in text
 
 
 class _Page(HTMLParser):
@@ -128,7 +142,7 @@ def test_plain_data_without_a_part_is_refused(missing: str) -> None:
         Report.from_dict(data)
 
 
-def _printed(report: Report) -> str:
-    console = Console(record=True, width=120, file=io.StringIO())
+def _printed(report: Report, width: int = 120) -> str:
+    console = Console(record=True, width=width, file=io.StringIO())
     console.print(report)
     return console.export_text()

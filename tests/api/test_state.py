@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +78,26 @@ def test_attributes_set_by_python_are_kept() -> None:
     optimized = optimized_by("first call", model)
     optimized(inputs())
     assert len(model.seen) == 1
+
+
+class Size(NamedTuple):
+    height: int
+    names: tuple[str, ...]
+
+
+def test_attributes_that_tracing_only_rebuilds_are_unchanged() -> None:
+    class Plain(TwoLevel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(DIM)
+            self.sizes, self.options = Size(3, ("a", "b")), {"eps": 1e-6, "axes": (0, 1)}
+            self.held = (object(), torch.ones(1), [torch.zeros(2)])
+
+    model = Plain().eval()
+    held = dict(vars(model))
+    optimized = optimized_by("examples", model, inputs())
+    assert_same(optimized(inputs()), model(inputs()))
+    assert all(vars(model)[name] is value for name, value in held.items())
 
 
 def test_explain_leaves_no_trace() -> None:
