@@ -74,8 +74,9 @@ class Report:
         return f"{text} ({miss.counterexample})" if miss.counterexample else text
 
     def op_changes(self) -> dict[str, tuple[int, int]]:
-        """Calls before and after, of the ops whose number changed."""
-        names = sorted({*self.op_counts_before, *self.op_counts_after})
+        """Calls before and after, of the ops whose number changed; no plain Python functions."""
+        every = {*self.op_counts_before, *self.op_counts_after}
+        names = sorted(name for name in every if not name.startswith("<"))
         pairs = {
             n: (self.op_counts_before.get(n, 0), self.op_counts_after.get(n, 0)) for n in names
         }
