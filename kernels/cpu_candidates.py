@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .cpu_plan import Part, parts, rows_within, working_set
 from .reference import row_range
+from .validate import row_shape
 
 _BITMAP_CELLS_PER_ID = 20
 
@@ -38,34 +39,37 @@ def _sorted_unique(blocks: Tensor, keep: Tensor, total: int) -> Tensor:
 
 def _expand_part(
     ids: Tensor,
-    low: Tensor,
+    low: Tensor | None,
     high: Tensor,
     num_positions: int,
     block_size: int,
     sparse_block: int,
     anchored: bool,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`expand` of rows: ids [R, C], bounds [R, 1]."""
+    """:func:`expand` of rows: ids [R, C], bounds [R, 1]; no lower bound is zero."""
     ratio = block_size // sparse_block
     total = -(-num_positions // sparse_block)
     # Junk ids must not overflow: nothing beyond the last block is kept anyway.
     blocks = ids.long().clamp(-1, num_positions // block_size + 1)
     if ratio > 1:
         blocks = (blocks[..., None] * ratio + torch.arange(ratio)).flatten(1)
-    origin = low if anchored else torch.zeros_like(low)
-    first = torch.div(low - origin, sparse_block, rounding_mode="floor")
-    stop = torch.div(high - origin + sparse_block - 1, sparse_block, rounding_mode="floor")
-    stop = torch.where(high > low, stop, 0)
-    blocks = _sorted_unique(blocks, (blocks >= first) & (blocks < stop), total)
+    reach = high if low is None or not anchored else high - low
+    stop = (reach + (sparse_block - 1)) // sparse_block
+    if low is None or anchored:
+        keep = (blocks >= 0) & (blocks < stop)
+    else:
+        keep = (blocks >= low // sparse_block) & (blocks < stop.masked_fill(high <= low, 0))
+    blocks = _sorted_unique(blocks, keep, total)
     valid = blocks < total
     count = valid.sum(-1, keepdim=True)
     last = blocks.gather(-1, (count - 1).clamp_(min=0))
-    tail = (high - origin - last * sparse_block).clamp_(1, sparse_block)
-    end = torch.where(count > 0, (count - 1) * sparse_block + tail, 0)
-    blocks = torch.where(valid, blocks, last) + torch.div(
-        origin, sparse_block, rounding_mode="floor"
-    )
-    return blocks.masked_fill_(count == 0, 0), end
+    tail = (reach - last * sparse_block).clamp_(1, sparse_block)
+    end = (count - 1) * sparse_block + tail
+    blocks = torch.where(valid, blocks, last)
+    if anchored and low is not None:
+        blocks += low // sparse_block
+    empty = count == 0
+    return blocks.masked_fill_(empty, 0), end.masked_fill_(empty, 0)
 
 
 def expand(
@@ -80,19 +84,20 @@ def expand(
 ) -> tuple[Tensor, Tensor]:
     """Blocks [B, S, N] int32 and end [B, S] int32; see the op ``candidate_expand``."""
     low, high = row_range(row_start, row_end, num_positions, block_ids.device)
-    shape = torch.broadcast_shapes(block_ids.shape[:2], low.shape, high.shape)
+    batch, rows = row_shape("candidate_expand", block_ids=block_ids, row_start=low, row_end=high)
+    whole = Part(0, int(batch), 0, int(rows))
     width = block_ids.shape[2] * (block_size // sparse_block)
-    blocks = torch.zeros(*shape, width, dtype=torch.int32)
-    end = torch.zeros(shape, dtype=torch.int32)
+    blocks = torch.empty(whole.batch, whole.rows, width, dtype=torch.int32)
+    end = torch.zeros(whole.batch, whole.rows, dtype=torch.int32)
     if blocks.numel() == 0:
         return blocks, end
-    ids = block_ids.expand(*shape, -1)
-    low, high = low.expand(shape), high.expand(shape)
+    ids = block_ids.expand(whole.batch, whole.rows, -1)
+    low, high = low.expand_as(end), high.expand_as(end)
     row_bytes = 40 * width + min(-(-num_positions // sparse_block), 20 * width)
-    for part in parts(Part(0, shape[0], 0, shape[1]), rows_within(working_set() // 4, row_bytes)):
+    for part in parts(whole, rows_within(working_set() // 4, row_bytes)):
         some, stop = _expand_part(
             part.of(ids).reshape(-1, ids.shape[2]),
-            part.of(low).reshape(-1, 1),
+            None if row_start is None else part.of(low).reshape(-1, 1),
             part.of(high).reshape(-1, 1),
             num_positions,
             block_size,
@@ -114,11 +119,11 @@ def columns(
 ) -> Tensor:
     """Position of every column [B, S, W] int64, clamped into the context."""
     low, _ = row_range(row_start, None, num_positions, blocks.device)
-    shape = torch.broadcast_shapes(blocks.shape[:2], low.shape)
+    batch, rows = row_shape("candidate_columns", blocks=blocks, row_start=low)
     starts = blocks.long().clamp(-1, num_positions // sparse_block + 1) * sparse_block
     if anchored:
         starts = starts + (low % sparse_block)[..., None]
-    starts = starts.expand(*shape, -1)
+    starts = starts.expand(int(batch), int(rows), -1)
     out = torch.empty(*starts.shape, sparse_block, dtype=torch.int64)
     torch.add(starts[..., None], torch.arange(sparse_block), out=out)
     return out.clamp_(0, max(num_positions - 1, 0)).flatten(-2)

@@ -91,6 +91,14 @@ def head_sum(q: Tensor, keys: Tensor, weights: Tensor, buffer: Tensor) -> Tensor
     batch, rows, heads, dim = q.shape
     n = keys.shape[1]
     products = buffer[: batch * rows * heads * n]
+    if rows == 1 and keys.shape[0] == batch:
+        # One row an item: keys times its few heads is the form that BLAS packs least for.
+        tall = products.view(batch, n, heads)
+        if batch == 1:
+            torch.mm(keys[0], q[0, 0].t(), out=tall[0])
+        else:
+            torch.bmm(keys, q[:, 0].transpose(1, 2), out=tall)
+        return torch.bmm(tall.relu_(), weights.transpose(1, 2)).transpose(1, 2)
     if keys.shape[0] == 1:
         flat = products.view(batch * rows * heads, n)
         torch.mm(q.view(batch * rows * heads, dim), keys[0].t(), out=flat)

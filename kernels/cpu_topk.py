@@ -35,6 +35,25 @@ def _order_ties(values: Tensor, order: Tensor) -> Tensor:
     return order.gather(-1, shuffled.sort(dim=-1, descending=True, stable=True).indices)
 
 
+def _settle_ties(scores: Tensor, best: Tensor, order: Tensor, found: Tensor) -> None:
+    """Makes ties fall to the lower column, in place in ``order`` [R, k].
+
+    Args:
+        best: [R, k] values descending, or [R, k + 1] where the rows are that long.
+        found: [R, k], slots whose column matters.
+    """
+    kept, width = order.shape[1], scores.shape[1]
+    tied = _equal(best[:, 1:], best[:, :-1])
+    if best.shape[1] > kept:
+        rows = (tied[:, -1] & found[:, -1]).nonzero()[:, 0]
+        step = rows_within(working_set() // 4, width * 16)
+        for some in rows.split(step):
+            order[some] = _lowest_of_tie(scores[some], best[some, :kept], order[some])
+    rows = (tied[:, : kept - 1] & found[:, 1:]).any(-1).nonzero()[:, 0]
+    if rows.shape[0]:
+        order[rows] = _order_ties(best[rows, :kept], order[rows])
+
+
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` best values of every row, descending, and one choice of their columns.
 
@@ -75,21 +94,12 @@ def ranked(scores: Tensor, topk: int, *, keep_all: bool = False) -> tuple[Tensor
     step = rows_within(working_set() // 4, 16 * _GROUP * more)
     best = [_best(some, more) for some in scores.split(step)]
     values, order = (torch.cat(x) if len(best) > 1 else x[0] for x in zip(*best, strict=True))
-    rest, values = values[:, kept:], values[:, :kept].contiguous()
     order = order[:, :kept].contiguous()
-    found = torch.ones_like(values, dtype=torch.bool) if keep_all else values != NEG_INF
-    if rest.shape[-1]:
-        cut = _equal(rest[:, 0], values[:, -1]) & found[:, -1]
-        rows = cut.nonzero()[:, 0]
-        step = rows_within(working_set() // 4, width * 16)
-        for i in range(0, rows.shape[0], step):
-            some = rows[i : i + step]
-            order[some] = _lowest_of_tie(scores[some], values[some], order[some])
-    tied = (_equal(values[:, 1:], values[:, :-1]) & found[:, 1:]).any(-1)
-    rows = tied.nonzero()[:, 0]
-    if rows.shape[0]:
-        order[rows] = _order_ties(values[rows], order[rows])
-    return values, order.masked_fill_(~found, -1)
+    kept_values = values[:, :kept].contiguous()
+    found = torch.ones_like(order, dtype=torch.bool) if keep_all else kept_values != NEG_INF
+    if not bool((values[:, :-1] > values[:, 1:]).all()):
+        _settle_ties(scores, values, order, found)
+    return kept_values, order.masked_fill_(~found, -1)
 
 
 def best_columns(logits: Tensor, end: Tensor, topk: int) -> tuple[Tensor, Tensor]:

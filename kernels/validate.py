@@ -20,8 +20,8 @@ INTS = (torch.int32, torch.int64)
 BOOLS = (torch.bool,)
 
 
-def _known(*sizes: Size) -> bool:
-    return all(isinstance(size, int) for size in sizes)
+def _known(a: Size, b: Size = 0) -> bool:
+    return isinstance(a, int) and isinstance(b, int)
 
 
 def _dtype(op: str, name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -118,6 +118,13 @@ def check_publish(op: str, k: Tensor, block_size: int, num_blocks: Size | None) 
         _at_most(op, "num_blocks", num_blocks, blocks, "the number of blocks ceil(T / block_size)")
 
 
+def wider(a: Size, b: Size) -> Size:
+    """The size that two sizes broadcast to."""
+    if _known(a, b):
+        return b if a == 1 else a
+    return torch.broadcast_shapes((a,), (b,))[0]
+
+
 def row_shape(op: str, **tensors: Tensor | None) -> tuple[Size, Size]:
     """Broadcasts the leading [B|1, S|1] of some arguments, naming the one that does not fit."""
     b: Size = 1
@@ -129,7 +136,7 @@ def row_shape(op: str, **tensors: Tensor | None) -> tuple[Size, Size]:
             got = tensor.shape[axis]
             if _known(got, have) and got != have and 1 not in (got, have):
                 raise ValueError(f"{op}: {name} dim {axis} is {got}, expected {have} or 1")
-        b, s = torch.broadcast_shapes((b, s), tuple(tensor.shape[:2]))
+        b, s = wider(b, tensor.shape[0]), wider(s, tensor.shape[1])
     return b, s
 
 

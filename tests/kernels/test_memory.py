@@ -70,7 +70,7 @@ def test_consumer_is_sized_by_its_candidates() -> None:
     assert logits.numel() * 4 == 8 * MIB and seen.peak <= 24 * MIB
     assert max(size for _, size in seen.sizes) <= logits.numel()
     _, seen = measure(cpu.topk, logits, end, topk=512)
-    assert seen.peak <= 16 * MIB
+    assert seen.peak <= 20 * MIB
     _, seen = measure(cpu.indexer_select, q, k, weights, topk=512, block_ids=ids, block_size=8)
     assert seen.peak <= cpu.working_set()
     assert not any(size >= rows * n for _, size in seen.sizes)
