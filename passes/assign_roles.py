@@ -231,7 +231,8 @@ def _relabel(labels: Labels, leaf: fx.Node, between: list[fx.Node]) -> None:
     for node in sorted(between, key=order.__getitem__):
         _label(labels, node)
         if node in known:
-            labels.of[node] = labels.broadcast(labels.of[node], known[node])
+            # The known atoms stay the roots: roles read off before hold them.
+            labels.of[node] = labels.broadcast(known[node], labels.of[node])
 
 
 class Layout:

@@ -6,6 +6,7 @@ trusted: the probes compare the rebuilt visible set with the model's own.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,13 @@ _SCATTERS = frozenset(
     | {"isin", "index_add", "index_fill", "index_copy", "bincount", "masked_scatter"}
 )
 _FAR = 1 << 40
+# Whether a comparison with a number shows the ones of a triangle of ones.
+_ONES: dict[str, dict[float | None, bool]] = {
+    "ne": {0: True, 1: False},
+    "gt": {0: True},
+    "eq": {0: False, 1: True},
+    "lt": {1: False},
+}
 _FLIP = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _NOT = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
@@ -100,8 +108,14 @@ def _is_bool(node: object) -> bool:
 
 def _split(roles: Roles, node: fx.Node, axes: Axes, want: bool) -> list[Term]:
     name = op_name(node)
+    number = constant_of(node)
+    if number is not None and bool(number) == want:
+        return []
     lowered = lower_axes(roles.labels, node, axes) if node.op == "call_function" else None
     if lowered is not None and not mask_leaf(node):
+        rest = _neutral(node)
+        if rest is not None:
+            return _split(roles, rest, lowered[rest], want)
         if name in ("bitwise_not", "logical_not"):
             (source,) = lowered
             return _split(roles, source, lowered[source], not want)
@@ -117,10 +131,48 @@ def _split(roles: Roles, node: fx.Node, axes: Axes, want: bool) -> list[Term]:
             a, b = constant_of(yes), constant_of(no)
             if a is not None and b is not None and bool(a) != bool(b):
                 return _split(roles, cond, lowered[cond], want == bool(a))  # type: ignore[arg-type,index]
+        chosen = _chosen(node)
+        if chosen is not None and chosen[0] in (
+            inner := lower_axes(
+                roles.labels,
+                node.args[0],
+                lowered[node.args[0]],  # type: ignore[arg-type,index]
+            )
+            or {}
+        ):
+            return _split(roles, chosen[0], inner[chosen[0]], want == chosen[1])
         if name in ("ne", "gt", "eq") and constant_of(node.args[1]) == 0 and _is_bool(node.args[0]):
             (source,) = lowered
             return _split(roles, source, lowered[source], want == (name != "eq"))
     return [_term(node, axes, want)]
+
+
+def _chosen(node: fx.Node) -> tuple[fx.Node, bool] | None:
+    """For ``where(c, a, b) cmp n`` over numbers: the condition and the value of it that is True."""
+    tests = {"eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "lt": operator.lt}
+    tests |= {"ge": operator.ge, "le": operator.le}
+    source = node.args[0] if node.args else None
+    if op_name(node) not in tests or op_name(source) != "where" or not isinstance(source, fx.Node):
+        return None
+    numbers = [constant_of(a) for a in (*source.args[1:3], node.args[1])]
+    if any(n is None for n in numbers):
+        return None
+    first, second = (tests[op_name(node)](n, numbers[2]) for n in numbers[:2])
+    cond = source.args[0]
+    return (cond, first) if first != second and isinstance(cond, fx.Node) else None
+
+
+def _neutral(node: fx.Node) -> fx.Node | None:
+    """The operand of an ``and`` or ``or`` whose other operand changes nothing."""
+    neutral = {"bitwise_and": 1, "logical_and": 1, "bitwise_or": 0, "logical_or": 0}.get(
+        op_name(node)
+    )
+    if neutral is None:
+        return None
+    for one, other in (node.args[:2], node.args[1::-1]):
+        if constant_of(other) == neutral and _is_bool(other) and _is_bool(one):
+            return one  # type: ignore[return-value]
+    return None
 
 
 def _split_additive(roles: Roles, node: fx.Node, axes: Axes) -> tuple[list[Term], list[Term]]:
@@ -306,7 +358,13 @@ class BoundReader:
         """``("start" | "end", int node [B|1, S|1])`` for a term that is one bound, else None."""
         name = op_name(term.node)
         if name in ("tril", "triu"):
-            return self._triangle(term)
+            return self._triangle(term, _is_bool(term.node))
+        triangle = term.node.args[0] if name in _ONES else None
+        if op_name(triangle) in ("tril", "triu") and isinstance(triangle, fx.Node):
+            shown = _ONES[name].get(constant_of(term.node.args[1]))
+            if constant_of(triangle.args[0]) != 1 or shown is None:
+                return None
+            return self._triangle(Term(triangle, term.axes, term.want == shown), True)
         if name not in _NOT or term.node.op != "call_function":
             return None
         lowered = lower_axes(self.roles.labels, term.node, term.labels())
@@ -328,7 +386,8 @@ class BoundReader:
             edge = self.emit(aten.add.Scalar, edge, 1)
         return ("end" if compare in ("lt", "le") else "start"), edge
 
-    def _triangle(self, term: Term) -> tuple[str, fx.Node] | None:
+    def _triangle(self, term: Term, flags: bool) -> tuple[str, fx.Node] | None:
+        """A tril or triu of one number: of flags, or of 0 beside a hiding value."""
         node, axes = term.node, term.labels()
         roles = self.roles
         if (
@@ -339,12 +398,12 @@ class BoundReader:
             return None
         if roles.labels.resolve(axes[-2]) != roles.rows or any(axes[:-2]):
             return None
-        keeps_low = (op_name(node) == "tril") == (not is_float(node))
+        keeps_low = (op_name(node) == "tril") == flags
         diagonal = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
-        if _is_bool(node) and not term.want:
+        if flags and not term.want:
             keeps_low = not keeps_low
             diagonal = diagonal - 1 if op_name(node) == "triu" else diagonal + 1  # type: ignore[operator]
-        elif is_float(node):
+        elif not flags:
             diagonal = diagonal - 1 if op_name(node) == "triu" else diagonal + 1  # type: ignore[operator]
         device = value(node).device
         rows = self.emit(aten.arange.default, self.layout.group_size(roles.rows), device=device)
