@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+import dsa_compile.kernels  # noqa: F401 (registers the ops)
+
 
 @dataclass(frozen=True)
 class Call:

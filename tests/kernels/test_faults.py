@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import dsa_compile.kernels  # noqa: F401 (registers the ops)
+
 pytestmark = pytest.mark.parametrize("provider", ["dsa", "dsa_cpu"])
 
 
