@@ -17,6 +17,13 @@ import torch.fx as fx
 from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.graph_tools import CASTS, is_tensor, op_name, same_size, value
 
+# Pointwise ops of ATen that carry no tag, since they are composed of others.
+_UNTAGGED = frozenset(
+    {"bitwise_and", "bitwise_or", "bitwise_xor", "where", "masked_fill", "floor_divide", "rsub"}
+    | {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "logical_and", "logical_or"}
+    | {"logical_not", "eq", "ne", "lt", "le", "gt", "ge", "isfinite", "square"}
+)
+
 Axis = list[int]
 Axes = list[Axis]
 
@@ -323,8 +330,5 @@ def pointwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(value(node), torch.Tensor):
         return False
-    return torch.Tag.pointwise in target.tags or op_name(node) in (
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-    )
+    binary = op_name(node) == "max" and str(target) == "aten.max.other"
+    return torch.Tag.pointwise in target.tags or op_name(node) in _UNTAGGED or binary

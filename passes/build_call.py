@@ -10,8 +10,9 @@ import torch.fx as fx
 from dsa_compile.passes.assign_roles import Layout, Roles
 from dsa_compile.passes.graph_tools import Emitter, aten, dtype_of, op_name, value
 from dsa_compile.passes.prove_candidates import Candidates
+from dsa_compile.passes.read_bounds import BoundReader
 from dsa_compile.passes.read_selection import Selection
-from dsa_compile.passes.split_masks import BoundReader, Masks, predicate
+from dsa_compile.passes.split_masks import Masks, predicate
 from dsa_compile.passes.trace_scores import ScoreTrace
 
 

@@ -271,7 +271,8 @@ def plain_validity(candidates: Candidates) -> bool:
 
 def _compares_root(cond: object, root: fx.Node) -> bool:
     while op_name(cond) in ("logical_not", "bitwise_not") or is_view(cond):
-        cond = cond.args[0]  # type: ignore[union-attr]
+        assert isinstance(cond, fx.Node)
+        cond = cond.args[0]
     if op_name(cond) in ("lt",) and isinstance(cond, fx.Node):
         # ids < 0, of ids that a test of the scores made negative
         ids = _source(cond.args[0])
@@ -282,5 +283,7 @@ def _compares_root(cond: object, root: fx.Node) -> bool:
         return False
     held = _source(cond.args[0])
     edge = constant_of(cond.args[1]) if len(cond.args) > 1 else float("-inf")
-    from_root = op_name(held) == "getitem" and held.args[0] is root and held.args[1] == 0  # type: ignore[union-attr]
+    if not isinstance(held, fx.Node) or op_name(held) != "getitem":
+        return False
+    from_root = held.args[0] is root and held.args[1] == 0
     return bool(from_root and edge is not None and edge <= -6e4)

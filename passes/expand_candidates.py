@@ -13,9 +13,9 @@ from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.gather_columns import ColumnGatherer, Frame
 from dsa_compile.passes.graph_tools import Emitter, ancestors, is_tensor, value
+from dsa_compile.passes.mask_terms import mask_leaf
 from dsa_compile.passes.prove_candidates import draw_masks, mask_leaves
 from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, needed
-from dsa_compile.passes.split_masks import mask_leaf
 from dsa_compile.passes.trace_scores import Refusal
 
 _SELECT = "dsa.indexer_select.default"

@@ -10,8 +10,8 @@ import torch.fx as fx
 from dsa_compile.passes.assign_roles import Layout
 from dsa_compile.passes.axis_labels import Axes, Axis, Labels, lower_axes, pointwise
 from dsa_compile.passes.graph_tools import CASTS, aten, dtype_of, is_tensor, is_view, op_name, value
+from dsa_compile.passes.read_bounds import arange_bounds
 from dsa_compile.passes.recognise_ops import constant_of
-from dsa_compile.passes.split_masks import _arange
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ColumnGatherer:
             return self.layout.canonical(node, axes, [roles.batch, roles.rows, []])
         has_rows = bool(flat & set(roles.rows))
         if name == "arange" and flat == set(roles.positions):
-            start, step = _arange(node)
+            start, step = arange_bounds(node)
             if step == 1 and isinstance(start, int):
                 found = (
                     self.columns if not start else self.emit(aten.add.Scalar, self.columns, start)

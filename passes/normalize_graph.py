@@ -106,7 +106,7 @@ def _fill_by_size(
             if isinstance(extent, int):
                 sizes.append(extent)
                 continue
-            expr = extent.node.expr
+            expr = extent.node.expr  # type: ignore[attr-defined]
             if expr not in known:
                 known[expr] = graph.call_function(aten.sym_size.int, carriers[expr])
                 known[expr].meta["val"] = extent

@@ -26,8 +26,8 @@ from dsa_compile.passes.graph_tools import (
     selection_root,
     value,
 )
+from dsa_compile.passes.mask_terms import Term, mask_leaf
 from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate, needed
-from dsa_compile.passes.split_masks import Term, mask_leaf
 from dsa_compile.passes.trace_scores import Refusal
 
 _WILD = ("holes", "twice", "beyond", "odd")

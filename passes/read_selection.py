@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -161,7 +162,8 @@ def picked(gather: fx.Node, selection: Selection) -> Picked | None:
     rank = value(gather.args[0]).dim()
     if op_name(gather) != "gather" or gather.args[1] not in (-1, rank - 1):
         return None
-    index, order = gather.args[2], None
+    index: Any = gather.args[2]
+    order: fx.Node | None = None
     for _ in range(12):
         if index in selection.indices:
             return Picked(gather, order)
@@ -174,10 +176,10 @@ def picked(gather: fx.Node, selection: Selection) -> Picked | None:
             and index.args[1] == 0
             and not order
         ):
-            order = index.args[0]  # type: ignore[assignment]
-            if not _sorts_last(order):
+            order = index.args[0]
+            if order is None or not _sorts_last(order):
                 return None
-            index = order.args[0]  # type: ignore[union-attr]
+            index = order.args[0]
         elif name in CASTS and is_tensor(index) and not is_float(index):
             index = index.args[0]
         elif name in ("clone", "alias", "detach") or _harmless_clamp(index, selection):

@@ -89,7 +89,7 @@ def relu_input(node: fx.Node) -> fx.Node | None:
         return first if [constant_of(a) for a in args[1:3]] == [0, 0] else None  # type: ignore[return-value]
     if name == "hardtanh":
         return None
-    if name in ("maximum", "fmax"):
+    if name in ("maximum", "fmax") or name == "max" and len(args) > 1 and is_float(args[1]):
         for one, other in ((args[0], args[1]), (args[1], args[0])):
             if constant_of(other) == 0 and is_float(one):
                 return one  # type: ignore[return-value]
