@@ -45,6 +45,8 @@ class Config:
         probe_memory_bytes: most memory that one proof's probe may take.
         probe_seed: seed of the probes.
         probe_draws: number of random probes that a proposal must pass.
+        chunk_bytes: what one CPU kernel may hold beyond its inputs and results while the model
+            runs; None leaves the kernels' own limit.
 
     Raises:
         ConfigError: names every option whose value cannot be used.
@@ -57,6 +59,7 @@ class Config:
     probe_memory_bytes: int = 2 << 30
     probe_seed: int = 0
     probe_draws: int = 3
+    chunk_bytes: int | None = None
 
     def __post_init__(self) -> None:
         faults = {
@@ -74,6 +77,10 @@ class Config:
             value = getattr(self, name)
             if not _is_int(value) or value < least:
                 faults[name] = f"must be a whole number of at least {least}, got {value!r}"
+        if self.chunk_bytes is not None and (not _is_int(self.chunk_bytes) or self.chunk_bytes < 1):
+            faults["chunk_bytes"] = (
+                f"must be None or a whole number of at least 1, got {self.chunk_bytes!r}"
+            )
         bad = [f"{name}: {fault}" for name, fault in faults.items() if fault]
         if bad:
             raise ConfigError("bad configuration: " + "\n  ".join(bad))

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import fx, nn
 
 from dsa_compile.config import Config
 from dsa_compile.errors import NoMatchError, NoMatchWarning, PassError
+from dsa_compile.kernels.cpu import limit_working_set
 from dsa_compile.passes.context import MatchOptions
 from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
 from dsa_compile.passes.sites import Site
@@ -44,9 +46,10 @@ class CapturedGraph:
     def __call__(self, *inputs: Any) -> Any:
         session = self._session
         session.ran.add(self.index)
-        if session.observer is not None:
-            return session.observer(self, inputs)
-        return (self.result.graph_module if session.rewrite else self.original)(*inputs)
+        with session.limits():
+            if session.observer is not None:
+                return session.observer(self, inputs)
+            return (self.result.graph_module if session.rewrite else self.original)(*inputs)
 
 
 class Session:
@@ -94,6 +97,11 @@ class Session:
         self.graphs.append(graph)
         self._trace(graph)
         return graph
+
+    def limits(self) -> AbstractContextManager[None]:
+        """What the kernels may hold while a graph runs."""
+        size = self.config.chunk_bytes
+        return nullcontext() if size is None else limit_working_set(size)
 
     def report(self, notes: tuple[str, ...] = ()) -> Report:
         """The report on every graph so far."""

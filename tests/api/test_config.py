@@ -53,6 +53,8 @@ def test_every_unknown_option_is_named() -> None:
         ("probe_memory_bytes", True),
         ("probe_seed", -1),
         ("probe_draws", 0),
+        ("chunk_bytes", 0),
+        ("chunk_bytes", "64M"),
     ],
 )
 def test_a_bad_value_is_named(option: str, value: object) -> None:

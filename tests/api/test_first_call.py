@@ -92,6 +92,24 @@ def test_decoding_is_compiled_once_and_caches_are_written() -> None:
     assert all(site.status != "kept" for site in optimized.report.sites)
 
 
+def test_the_kernels_keep_to_the_bytes_they_are_given() -> None:
+    from dsa_compile.kernels.cpu import working_set
+
+    model = TwoLevel().eval()
+    optimized = dsa_compile.optimize(model, config={**STATIC, "chunk_bytes": 4096})
+    assert_same(optimized(inputs()), model(inputs()))
+    before, seen = working_set(), []
+    (graph,) = optimized._dsa_engine.session.graphs
+
+    def observe(_, args):
+        seen.append(working_set())
+        return graph.result.graph_module(*args)
+
+    graph._session.observer = observe
+    optimized(inputs())
+    assert seen == [4096] and working_set() == before
+
+
 def test_nothing_global_stays_changed() -> None:
     import torch._dynamo.config as dynamo
 
