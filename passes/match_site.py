@@ -263,7 +263,7 @@ class SiteMatcher:
         if root is None or op_name(root) != "topk" or not plain_validity(candidates):
             return False
         scores = {s for n in selections(self.graph) if isinstance(s := n.args[0], fx.Node)}
-        scores -= {root.args[0]}  # type: ignore[arg-type]
+        scores -= {root.args[0]}
         source = ranked_scores(root, scores)
         if source is None:
             return False

@@ -94,7 +94,8 @@ def _fill_by_size(
     carriers: dict[Any, tuple[fx.Node, int]],
 ) -> fx.Node:
     """The fill with explicit sizes, or the node as it is where a size is found nowhere else."""
-    exprs = [s.node.expr for s in recorded.shape if isinstance(s, torch.SymInt)]
+    extents: list[Any] = list(recorded.shape)
+    exprs = [s.node.expr for s in extents if isinstance(s, torch.SymInt)]
     if any(e not in known and e not in carriers for e in exprs):
         return node
     fill: Any = _FILLS[op_name(node)]
@@ -102,11 +103,11 @@ def _fill_by_size(
         fill = node.args[2 if op_name(node) == "new_full" else 1]
     with graph.inserting_before(node):
         sizes: list[fx.Node | int] = []
-        for extent in recorded.shape:
+        for extent in extents:
             if isinstance(extent, int):
                 sizes.append(extent)
                 continue
-            expr = extent.node.expr  # type: ignore[attr-defined]
+            expr = extent.node.expr
             if expr not in known:
                 known[expr] = graph.call_function(aten.sym_size.int, carriers[expr])
                 known[expr].meta["val"] = extent

@@ -163,7 +163,7 @@ def picked(gather: fx.Node, selection: Selection) -> Picked | None:
     if op_name(gather) != "gather" or gather.args[1] not in (-1, rank - 1):
         return None
     index: Any = gather.args[2]
-    order: fx.Node | None = None
+    order: Any = None
     for _ in range(12):
         if index in selection.indices:
             return Picked(gather, order)
@@ -177,7 +177,8 @@ def picked(gather: fx.Node, selection: Selection) -> Picked | None:
             and not order
         ):
             order = index.args[0]
-            if order is None or not _sorts_last(order):
+            assert isinstance(order, fx.Node)
+            if not _sorts_last(order):
                 return None
             index = order.args[0]
         elif name in CASTS and is_tensor(index) and not is_float(index):
