@@ -33,7 +33,7 @@ huggingface: $(STAMP)
 	@$(BIN)/python examples/huggingface.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
