@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import dsa_compile
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from measure import Cost, cost, in_own_process, report_to_parent  # noqa: E402
 from two_level_indexer import Indexer, ModelConfig  # noqa: E402
@@ -86,8 +88,6 @@ def prepare(variant: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> Calla
     if variant == "compiled":
         return torch.compile(layer, dynamic=False, fullgraph=True)
     if variant == "optimized":
-        import dsa_compile
-
         config = dsa_compile.Config(require_match=1)
         return dsa_compile.optimize(layer, example_inputs=inputs, config=config)
     return layer

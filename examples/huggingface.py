@@ -69,7 +69,7 @@ def glm() -> tuple[PreTrainedModel, int]:
 CASES = {"DeepseekV32ForCausalLM": deepseek, "GlmMoeDsaForCausalLM": glm}
 
 
-def run(model: PreTrainedModel, prompt: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def run(model: Any, prompt: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of the prompt [B, S, V], then of greedy decoding [steps, B, V], and its tokens."""
     prefill = model(input_ids=prompt, use_cache=False).logits
     out = model.generate(
