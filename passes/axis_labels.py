@@ -195,6 +195,21 @@ class Labels:
             out = list(axes)
             out[i], out[j] = out[j], out[i]  # type: ignore[index]
             return out
+        if name == "repeat":
+            counts = _ints(args[1])
+            axes = [[] for _ in range(len(counts) - rank)] + axes
+            extents = [self.binding.extent(c if isinstance(c, int) else value(c)) for c in counts]
+            return [[*self.fresh(n), *a] for n, a in zip(extents, axes, strict=True)]
+        if name == "repeat_interleave":
+            dim = args[2] if len(args) > 2 else node.kwargs.get("dim")
+            if str(node.target) != "aten.repeat_interleave.self_int" or not isinstance(dim, int):
+                raise LabelError("a repeat_interleave by a tensor")
+            out = list(axes)
+            out[dim] = [
+                *out[dim],
+                *self.fresh(self.binding.shape(node)[dim] // self.extent(out[dim])),
+            ]
+            return out
         if name == "expand":
             shape = self.binding.shape(node)
             axes = [[] for _ in range(len(shape) - rank)] + axes

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 VIEWS = frozenset(
     {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze"}
     | {"expand", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "flatten"}
-    | {"unflatten", "numpy_T", "mT", "_reshape_copy", "movedim"}
+    | {"unflatten", "numpy_T", "mT", "_reshape_copy", "repeat", "repeat_interleave"}
 )
 CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 CONTRACTIONS = frozenset(
@@ -180,6 +180,7 @@ class Emitter:
     def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
         self.graph = graph
         self.after = after
+        self._sizes: dict[Any, Any] = {}
         self.trace = after.meta.get("stack_trace", "")
         self.mode = next((v.fake_mode for v in _fakes(graph) if hasattr(v, "fake_mode")), None)
 
@@ -199,7 +200,16 @@ class Emitter:
     def size(self, node: fx.Node, dim: int) -> fx.Node | int:
         """The size of a dim as an argument: an int where static, else a ``sym_size`` node."""
         extent = value(node).shape[dim]
-        return extent if isinstance(extent, int) else self(aten.sym_size.int, node, dim)
+        if isinstance(extent, int):
+            return extent
+        expr = extent.node.expr
+        if expr not in self._sizes:
+            # One node a size, so that what is computed from it is equal for all layers.
+            same = (n for n in self.graph.nodes if is_size(n) and value(n).node.expr == expr)
+            first = next(same, None)
+            usable = first is not None and (first < self.after or first is self.after)
+            self._sizes[expr] = first if usable else self(aten.sym_size.int, node, dim)
+        return self._sizes[expr]
 
 
 def _fakes(graph: fx.Graph) -> Iterator[torch.Tensor]:
