@@ -9,22 +9,28 @@ so that every use must drop them by their scores.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
+from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.graph_tools import (
     CASTS,
-    SELECTIONS,
+    ancestors,
+    dtype_of,
     is_tensor,
     is_view,
     op_name,
     value,
 )
-from dsa_compile.passes.prove_candidates import Candidates
+from dsa_compile.passes.mask_terms import mask_leaf
+from dsa_compile.passes.prove_candidates import Candidates, draw_masks
 from dsa_compile.passes.read_selection import Selection, constant_k, constant_size
 from dsa_compile.passes.recognise_ops import constant_of
-from dsa_compile.passes.trace_scores import Refusal
+from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, needed
+from dsa_compile.passes.trace_scores import HIDING, Refusal
 
 _PASSING = frozenset(
     {"add", "sub", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "select", "slice"}
@@ -40,35 +46,68 @@ class Guards:
     """Nodes that tell a found slot from an empty one.
 
     Attributes:
-        scores: the selected scores, and gathers of scores at the picks.
-        flags: gathers of the complete visibility at the picks.
+        scores: the selected scores, and gathers of scores at the picks, slot by slot.
+        flags: gathers of the complete visibility at the picks, slot by slot.
+        resorted: those of either kind that follow the picks' order after a sort of the picks.
         floor: the value of hidden scores; the largest where they differ.
         exact: whether all hidden scores are that one value.
+        binding: sizes at which conditions are tried out.
     """
 
     scores: frozenset[fx.Node]
     flags: frozenset[fx.Node]
+    resorted: frozenset[fx.Node]
     floor: float
     exact: bool
+    binding: Binding
 
-    def tells(self, cond: object) -> bool:
-        """Whether a condition is made of tests that hidden scores cannot pass."""
-        stack, seen = [cond], 0
-        while stack and seen < 40:
-            node, seen = stack.pop(), seen + 1
-            if not isinstance(node, fx.Node):
-                continue
-            if node in self.flags:
-                return True
-            name = op_name(node)
-            if name in _COMPARES and self._threshold(node):
-                return True
-            if self.floor == float("-inf") and name in ("isfinite", "isinf", "isneginf", "abs"):
-                if _source(node.args[0]) in self.scores:
-                    return True
-            if name in _LOGIC or name in _COMPARES or is_view(node) or name in CASTS:
-                stack.extend(node.all_input_nodes)
-        return False
+    def drops(self, cond: object, kept_when: bool, resorted: bool) -> bool:
+        """Whether a condition is never ``kept_when`` where the scores are hidden ones.
+
+        It is tried out: scores of the slots in the right order are set to the floor and their
+        flags to False, everything else that it reads is drawn.
+        """
+        if not isinstance(cond, fx.Node):
+            return False
+        known = self.resorted if resorted else (self.scores | self.flags) - self.resorted
+        values = self._tried(cond, known)
+        return bool(values) and not any(bool((v == kept_when).any()) for v in values)
+
+    def silences(self, source: object, resorted: bool) -> bool:
+        """Whether what is scattered at a hidden slot is False or a hiding value."""
+        if not isinstance(source, fx.Node):
+            return False
+        known = self.resorted if resorted else (self.scores | self.flags) - self.resorted
+        values = self._tried(source, known)
+        quiet = (not v.any() if v.dtype == torch.bool else (v <= HIDING).all() for v in values)
+        return bool(values) and all(bool(q) for q in quiet)
+
+    def _tried(self, node: fx.Node, known: frozenset[fx.Node]) -> list[torch.Tensor]:
+        cone = set(ancestors([node], lambda n: n in known or mask_leaf(n)))
+        if not cone & known or len(cone) > 200:
+            return []
+        leaves = [n for n in cone if n not in known and mask_leaf(n) and is_tensor(n)]
+        draw = Draw(torch.Generator().manual_seed(3), 64)
+        out: list[torch.Tensor] = []
+        for _ in range(3):
+            special = {n: self._hidden(n) for n in cone & known}
+            try:
+                env = draw_masks(leaves, draw, self.binding, special=special)
+                found = evaluate(needed([node], env), env, self.binding)[node]
+            except ProbeError:
+                return []
+            out.append(found)
+        return out
+
+    def _hidden(self, node: fx.Node) -> torch.Tensor:
+        shape, dtype = self.binding.shape(node), dtype_of(node)
+        if dtype == torch.bool:
+            return torch.zeros(shape, dtype=torch.bool)
+        return torch.full(
+            shape,
+            max(self.floor, torch.finfo(dtype).min) if math.isfinite(self.floor) else self.floor,
+            dtype=dtype,
+        )
 
     def _threshold(self, compare: fx.Node) -> bool:
         for one, other in (compare.args[:2], compare.args[1::-1]):
@@ -106,9 +145,9 @@ def unguarded_use(
         by_index: let a test of the position itself pass for a guard.
     """
     seen: set[fx.Node] = set()
-    stack: list[fx.Node] = list(selection.indices)
+    stack: list[tuple[fx.Node, bool]] = [(n, False) for n in selection.indices]
     while stack:
-        node = stack.pop()
+        node, resorted = stack.pop()
         if node in seen:
             continue
         seen.add(node)
@@ -122,23 +161,32 @@ def unguarded_use(
                     return odd
             elif name in ("where", "masked_fill"):
                 cond = user.args[0] if name == "where" else user.args[1]
-                if not guards.tells(cond) and not (by_index and _reads(cond, seen)):
+                kept = _kept_branch(user, seen)
+                if kept is not None and guards.drops(cond, kept, resorted):
+                    continue
+                if kept is None or not (by_index and _reads(cond, seen)):
                     return user
-            elif name == "scatter" and len(user.args) > 3 and guards.tells(user.args[3]):
-                continue
+            elif name == "scatter" and len(user.args) > 3:
+                if not guards.silences(user.args[3], resorted):
+                    return user
             elif name == "gather" and not user.users:
                 continue
-            elif (
-                is_view(user)
-                or name in CASTS
-                or name in _PASSING
-                or name in SELECTIONS
-                or name == "getitem"
-            ):
-                stack.append(user)
+            elif is_view(user) or name in CASTS or name in _PASSING or name == "getitem":
+                if name != "getitem" or user.args[1] == 0:
+                    stack.append((user, resorted))
+            elif name == "sort":
+                stack.append((user, True))
             else:
                 return user
     return None
+
+
+def _kept_branch(user: fx.Node, picks: set[fx.Node]) -> bool | None:
+    """The value of the condition that lets a pick through; None where both values do."""
+    if op_name(user) == "masked_fill":
+        return False if _reads(user.args[0], picks) and not _reads(user.args[2], picks) else None
+    yes, no = (_reads(a, picks) for a in user.args[1:3])
+    return None if yes and no or not (yes or no) else yes
 
 
 def _odd_use_of_test(test: fx.Node, picks: set[fx.Node]) -> fx.Node | None:
@@ -176,8 +224,12 @@ def _reads(node: object, picks: set[fx.Node]) -> bool:
     return False
 
 
-def check_hidden(selection: Selection, guards: Guards) -> None:
+def check_hidden(selection: Selection, guards: Guards, *, one_fill: bool) -> None:
     """Refuse where hidden scores are finite, differ, and could be seen.
+
+    Args:
+        one_fill: nothing but a bound on the row hides positions, with one value, so that a test of
+            the position drops just what is hidden.
 
     Raises:
         Refusal: the selected scores, or positions of hidden ones, reach the model.
@@ -186,7 +238,7 @@ def check_hidden(selection: Selection, guards: Guards) -> None:
         return
     if not guards.values_are_tests(selection):
         raise Refusal("hidden positions keep finite scores of their own, which the model reads", 8)
-    use = unguarded_use(selection, guards, by_index=True)
+    use = unguarded_use(selection, guards, by_index=one_fill)
     if use is not None:
         raise Refusal(
             "hidden positions keep finite scores of their own, and their order reaches the model "

@@ -134,7 +134,11 @@ class SiteMatcher:
         try:
             call = builder.build(candidates)
             self._prove(trace, bound, roles, call)
-            check_hidden(self.selection, guards)
+            check_hidden(
+                self.selection,
+                guards,
+                one_fill=masks.one_fill and call.kwargs.get("mask") is None,
+            )
             if candidates is not None:
                 note = check_leak(
                     self.selection,
@@ -191,15 +195,17 @@ class SiteMatcher:
         gathers = self._picks([trace.score])
         seen = [n for e in trace.masks if (n := _visibility(e)) is not None]
         flags = [
-            pick.node
+            pick
             for pick in self._picks(list(dict.fromkeys(seen)))
             if len(trace.masks) == 1 or _implies(pick.node.args[0], masks)
         ]
         guards = Guards(
             frozenset({*selection.values, *(p.node for p in gathers)}),
-            frozenset(flags),
+            frozenset(p.node for p in flags),
+            frozenset(p.node for p in [*gathers, *flags] if p.order is not None),
             masks.floor,
             masks.exact,
+            roles.labels.binding,
         )
         own = {selection.node, *(p.node for p in gathers)}
         extra = [u for u in trace.score.users if u not in own and not _only_shape(u)]

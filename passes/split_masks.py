@@ -46,6 +46,7 @@ class Masks:
         fill: the value that hidden scores get in the rewritten form.
         exact: whether every hidden score has that very value in the model, too.
         floor: the largest value that a hidden score may have.
+        one_fill: whether one value alone hides.
     """
 
     residual: tuple[Term, ...]
@@ -54,6 +55,7 @@ class Masks:
     fill: float
     exact: bool
     floor: float
+    one_fill: bool
 
 
 def is_candidate(part: Term) -> bool:
@@ -108,6 +110,7 @@ def split_masks(trace: ScoreTrace, roles: Roles) -> Masks:
         min(fills),
         exact,
         max(fills),
+        len(fills) == 1,
     )
 
 
