@@ -13,7 +13,6 @@ from .candidates import blocks_of
 from .masks import INF, Rows
 from .model import Indexer, Plain, Selected, Spelling
 from .oracle import case_of, inputs_of, sizes_of
-from .scorer import aligned
 
 BASE = Spelling(publish="ids int64")
 
@@ -41,8 +40,9 @@ class HeadBias(Plain):
 class WeightsInside(Plain):
     """Head weights, of any sign, multiplied before the relu."""
 
-    def activate(self, parts: Tensor, axes: str, w: Tensor, layer: int) -> Tensor:
-        return torch.relu(parts * aligned(w, axes)) / aligned(w, axes).sign()
+    def reduced(self, q: Tensor, k: Tensor, w: Tensor, layer: int) -> Tensor:
+        parts = q @ k.mT.unsqueeze(1)
+        return torch.relu(parts * w.unsqueeze(-1)).sum(2)
 
 
 class KeysOfHeads(Plain):
@@ -146,12 +146,16 @@ class SmallBudget(Plain):
 
 
 class SmallestFirst(Plain):
-    def select(
-        self, s: Tensor, ok: Tensor, cand: Tensor | None, ends: Tensor, layer: int
-    ) -> Selected:
-        hidden = s == -INF
-        low = s.masked_fill(hidden, INF).topk(self.topk, dim=-1, largest=False)
-        return (low.indices.masked_fill(low.values == INF, -1),)
+    def run(self, x: Tensor, past: Tensor | None, *inputs: Tensor) -> tuple[Selected, ...]:
+        """Both layers restricted by row alone."""
+        keys = self.keys(x, past)
+        rows = Rows(x.shape[0], x.shape[-2], keys.shape[-2])
+        hidden = rows.grid() >= rows.ends()
+        low = [
+            self.score(x, keys, layer).masked_fill(hidden, INF).topk(7, dim=-1, largest=False)
+            for layer in (0, 1)
+        ]
+        return tuple((top.indices.masked_fill(top.values == INF, -1),) for top in low)
 
 
 @dataclass(frozen=True)
@@ -190,15 +194,17 @@ NEAR_MISSES: dict[str, NearMiss] = {
     "softplus": NearMiss(of(activated("Softplus", F.softplus)), ACTIVATION),
     "leaky relu": NearMiss(of(activated("Leaky", lambda x: F.leaky_relu(x, 0.3))), ACTIVATION),
     "relu6": NearMiss(of(activated("Relu6", lambda x: x.clamp(0, 0.6))), ACTIVATION),
-    "relu squared": NearMiss(of(activated("Squared", lambda x: F.relu(x) ** 2)), ACTIVATION),
+    "relu squared": NearMiss(
+        of(activated("Squared", lambda x: F.relu(x) ** 2)), r"pow|relu|activation"
+    ),
     "clamp at a threshold": NearMiss(of(activated("Above", lambda x: x.clamp(0.1))), ACTIVATION),
     "head bias in the relu": NearMiss(of(HeadBias), r"bias|added|relu|activation"),
-    "weights inside the relu": NearMiss(of(WeightsInside), r"weight|sign|relu"),
+    "weights inside the relu": NearMiss(of(WeightsInside), r"weight|before"),
     "keys of heads": NearMiss(of(KeysOfHeads), r"key|head"),
     "scores returned": NearMiss(of(ScoresReturned), r"score.*(use|output|return)|use", CONSUMER),
     "scores in a loss": NearMiss(of(ScoresInLoss), r"score.*use|use", CONSUMER),
     "pool of positions": NearMiss(of(PositionPool), r"position|block", CONSUMER),
-    "own candidates": NearMiss(of(OwnCandidates), r"own", CONSUMER),
+    "own candidates": NearMiss(of(OwnCandidates), r"own|also used", CONSUMER),
     "sink positions": NearMiss(of(SinkPositions), r"outside|candidate", CONSUMER, True),
     "local window": NearMiss(of(LocalWindow), r"outside|candidate", CONSUMER, True),
     "blocks that differ": NearMiss(of(BlocksOfRows), r"block", CONSUMER, True),
@@ -217,9 +223,11 @@ NEAR_MISSES: dict[str, NearMiss] = {
         r"fill|reach|finite|-1e\+?0?4|-10000",
         spelling=replace(BASE, fill="-1e4"),
     ),
+    # Added, the fill is a bias and nothing else: a source with a bias is still an indexer.
     "added fill within reach": NearMiss(
         of(Plain, replace(BASE, fill="-1e4", form="add", candidate_form="add")),
-        r"fill|reach|finite|bias|-1e\+?0?4|-10000",
+        r"fill|reach|finite|bias|candidate|-1e\+?0?4|-10000",
+        CONSUMER,
         spelling=replace(BASE, fill="-1e4"),
     ),
 }
