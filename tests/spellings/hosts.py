@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import dsa_compile
 
-from .model import BLOCK, HEAD_DIM, HEADS, TOPK, Spelling
+from .masks import INF
+from .model import BLOCK, HEAD_DIM, HEADS, TOPK, Indexer, Spelling
 from .oracle import Case
 
 HOSTS = ("exported", "compiled")
@@ -80,3 +81,14 @@ def check_sites(sites: Sequence[dsa_compile.Site], spellings: Sequence[Spelling]
     kinds = ["source" if len(spellings) > 1 else "single", *["consumer"] * (len(spellings) - 1)]
     for site, kind, spelling in zip(sites, kinds, spellings, strict=True):
         check_site(site, kind, spelling)
+
+
+def assert_as_good(model: Indexer, x: Tensor, got: Any, want: Any) -> None:
+    """Equal scores of the picks, layer by layer: exact ties (all relus off) may fall either way."""
+    for layer, (a, b) in enumerate(zip(got, want, strict=True)):
+        scores = model.score(x, model.keys(x, None), layer)
+        picked = [
+            scores.gather(-1, i[0].clamp(min=0)).masked_fill(i[0] < 0, -INF).sort(-1).values
+            for i in (a, b)
+        ]
+        torch.testing.assert_close(*picked)
