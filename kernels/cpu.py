@@ -7,7 +7,6 @@ tile at a time, which is exact.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import cpu_candidates
@@ -16,7 +15,7 @@ from .cpu_gather import Candidates
 from .cpu_plan import limit_working_set, working_set
 from .cpu_select import block_maxima, select_candidates, select_dense
 from .cpu_sparse import dense_crossover, sparse_logits
-from .cpu_topk import best_columns, fill_empty, ranked
+from .cpu_topk import best_columns, ranked
 from .reference import fill_value, pin_newest_block
 from .register import register
 
@@ -178,18 +177,16 @@ def topk_remap(
     anchored: bool = False,
     fill: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    places = cpu_candidates.positions_of(
+    return cpu_candidates.remap(
+        values,
         columns,
         blocks,
         row_start,
         num_positions=num_positions,
         sparse_block=sparse_block,
         anchored=anchored,
+        fill=fill_value(fill),
     )
-    wide = values.dtype if values.dtype == torch.float64 else torch.float32
-    scores = values.to(wide, copy=True, memory_format=torch.contiguous_format)
-    fill_empty(scores.flatten(0, 1), places.flatten(0, 1), num_positions, fill_value(fill))
-    return scores, places
 
 
 LIBRARY = register(

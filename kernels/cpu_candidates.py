@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cpu_plan import Part, parts, rows_within, working_set
-from .reference import row_range
+from .cpu_plan import Part, pieces, share_of_memory
+from .cpu_threads import for_each
+from .cpu_topk import fill_empty
+from .reference import accumulator, row_range
 from .validate import row_shape
 
 _BITMAP_CELLS_PER_ID = 20
+# What one id and one slot cost, in operations of a product.
+_EXPANSION, _REMAPPING = 1500, 3000
 
 
 def _sorted_unique(blocks: Tensor, keep: Tensor, total: int) -> Tensor:
@@ -94,7 +98,8 @@ def expand(
     ids = block_ids.expand(whole.batch, whole.rows, -1)
     low, high = low.expand_as(end), high.expand_as(end)
     row_bytes = 40 * width + min(-(-num_positions // sparse_block), 20 * width)
-    for part in parts(whole, rows_within(working_set() // 4, row_bytes)):
+
+    def run(part: Part) -> None:
         some, stop = _expand_part(
             part.of(ids).reshape(-1, ids.shape[2]),
             None if row_start is None else part.of(low).reshape(-1, 1),
@@ -106,6 +111,12 @@ def expand(
         )
         part.of(blocks).copy_(some.view(part.batch, part.rows, width))
         part.of(end).copy_(stop.view(part.batch, part.rows))
+
+    for_each(
+        pieces(whole, share_of_memory() // 4, row_bytes),
+        lambda: run,
+        _EXPANSION * blocks.numel(),
+    )
     return blocks, end
 
 
@@ -152,3 +163,43 @@ def positions_of(
         low, _ = row_range(row_start, None, num_positions, blocks.device)
         places += (low % sparse_block)[..., None]
     return places.clamp_(0, max(num_positions - 1, 0)).masked_fill_(empty, -1)
+
+
+def remap(
+    values: Tensor,
+    columns: Tensor,
+    blocks: Tensor,
+    row_start: Tensor | None,
+    *,
+    num_positions: int,
+    sparse_block: int,
+    anchored: bool,
+    fill: float,
+) -> tuple[Tensor, Tensor]:
+    """Values and positions [B, S, k] of selected columns; see the op ``topk_remap``."""
+    batch, count, slots = values.shape
+    scores = torch.empty(batch, count, slots, dtype=accumulator(values))
+    places = torch.empty(batch, count, slots, dtype=torch.int64)
+    blocks = blocks.expand(batch, count, -1)
+    start = None if row_start is None else row_start.expand(batch, count)
+
+    def run(part: Part) -> None:
+        found = positions_of(
+            part.of(columns),
+            part.of(blocks),
+            None if start is None else part.of(start),
+            num_positions=num_positions,
+            sparse_block=sparse_block,
+            anchored=anchored,
+        )
+        part.of(scores).copy_(part.of(values))
+        fill_empty(part.of(scores).flatten(0, 1), found.flatten(0, 1), num_positions, fill)
+        part.of(places).copy_(found)
+
+    whole = Part(0, batch, 0, count)
+    for_each(
+        pieces(whole, share_of_memory() // 4, 100 * max(1, slots)),
+        lambda: run,
+        _REMAPPING * values.numel(),
+    )
+    return scores, places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cpu_plan import Part, dense_tile, parts, scratch
+from .cpu_threads import for_each
 from .reference import NEG_INF, accumulator, row_range
 
 
@@ -110,10 +112,78 @@ def head_sum(q: Tensor, keys: Tensor, weights: Tensor, buffer: Tensor) -> Tensor
     return summed.view(batch, rows, n)
 
 
-def _sight(low: list[int], high: list[int], c0: int, c1: int) -> tuple[bool, bool]:
-    """Whether any row sees any of the positions [c0, c1), and whether all rows see all."""
-    seen = any(a < c1 and b > c0 and a < b for a, b in zip(low, high, strict=True))
-    return seen, seen and max(low) <= c0 and min(high) >= c1
+@dataclass(frozen=True)
+class _Strip:
+    """Some tiles of rows of one group of batch items against key positions [first, stop)."""
+
+    group: Part
+    tiles: tuple[Part, ...]
+    first: int
+    stop: int
+
+
+class _Scorer:
+    """Writes the scores of one part of the rows, strip by strip."""
+
+    def __init__(self, out: Tensor, problem: Problem, part: Part, high: Tensor, origin: int):
+        self.out, self.part, self.origin = out, part, origin
+        self.problem, self.dtype = problem.restrict(part), problem.dtype
+        self.q, self.weights = self.problem.q.to(self.dtype), self.problem.weights.to(self.dtype)
+        self.high = part.of(high)
+        self.lows: list[list[int]] = self.problem.low.tolist()
+        self.highs: list[list[int]] = self.high.tolist()
+
+    def operations(self) -> int:
+        """Multiplications and additions of all visible scores."""
+        heads, dim = self.q.shape[2:]
+        return 2 * heads * dim * int((self.high - self.problem.low).clamp(min=0).sum())
+
+    def sight(self, tile: Part, first: int, stop: int) -> tuple[bool, bool]:
+        """Whether any row of ``tile`` sees any of the positions, and whether all see all."""
+        bounds = [
+            pair
+            for lows, highs in zip(
+                self.lows[tile.b0 : tile.b1], self.highs[tile.b0 : tile.b1], strict=True
+            )
+            for pair in zip(lows[tile.s0 : tile.s1], highs[tile.s0 : tile.s1], strict=True)
+        ]
+        some = any(low < stop and high > first and low < high for low, high in bounds)
+        return some, some and all(low <= first and high >= stop for low, high in bounds)
+
+    def write(self, strip: _Strip, buffer: Tensor, columns: bool) -> None:
+        """Scores of a strip, its keys widened once for all its tiles."""
+        keys: Tensor | None = None
+        for tile in strip.tiles:
+            target = tile.of(self.out)[..., strip.first - self.origin : strip.stop - self.origin]
+            some, clear = self.sight(tile, strip.first, strip.stop)
+            if not some:
+                target.fill_(NEG_INF)
+                continue
+            if keys is None:
+                keys = self.problem.k
+                keys = keys if keys.shape[0] == 1 else keys[strip.group.b0 : strip.group.b1]
+                keys = keys[:, strip.first : strip.stop].to(self.dtype)
+            q, weights = tile.of(self.q).contiguous(), tile.of(self.weights).contiguous()
+            scores = head_sum(q, keys, weights, buffer)
+            self.adjust(scores, tile, strip.first, strip.stop, columns)
+            if not clear:
+                position = torch.arange(strip.first, strip.stop)
+                hidden = position < tile.of(self.problem.low)[..., None]
+                hidden |= position >= tile.of(self.high)[..., None]
+                scores.masked_fill_(hidden, NEG_INF)
+            target.copy_(scores)
+
+    def adjust(self, scores: Tensor, tile: Part, first: int, stop: int, columns: bool) -> None:
+        """Applies scale and key scale, and bias and mask unless they are laid out by column."""
+        given = self.problem
+        if given.scale != 1.0:
+            scores.mul_(given.scale)
+        if given.key_scale is not None:
+            scores.mul_(given.key_scale[tile.b0 : tile.b1, None, first:stop].to(self.dtype))
+        if given.bias is not None and not columns:
+            scores.add_(tile.of(given.bias)[..., first:stop].to(self.dtype))
+        if given.mask is not None and not columns:
+            scores.masked_fill_(~tile.of(given.mask)[..., first:stop], NEG_INF)
 
 
 def dense_into(
@@ -132,53 +202,21 @@ def dense_into(
         high: Another upper bound [B, S] of the rows, at most the problem's own.
         columns: Mask and bias of the problem are laid out by column: leave them to the caller.
     """
-    dtype = problem.dtype
     heads = problem.q.shape[2]
-    q, weights = part.of(problem.q).to(dtype), part.of(problem.weights).to(dtype)
-    low_rows = part.of(problem.low)
-    high_rows = part.of(problem.high if high is None else high)
-    tile_rows, strip = dense_tile(heads, part.batch * part.rows)
-    buffer = scratch(q, tile_rows * heads * min(strip, max(c1 - c0, 1)), dtype)
-    local = Part(0, part.batch, 0, part.rows)
+    scorer = _Scorer(out, problem, part, problem.high if high is None else high, c0)
+    tile_rows, width = dense_tile(heads, part.batch * part.rows)
     items = max(1, tile_rows // max(part.rows, 1))
-    bounds = list(zip(low_rows.tolist(), high_rows.tolist(), strict=True))
-    for b in range(0, local.b1, items):
-        group = Part(b, min(b + items, local.b1), 0, part.rows)
-        tiles = list(parts(group, tile_rows))
-        shared = problem.k.shape[0] == 1
-        b0, b1 = (0, 1) if shared else (part.b0 + group.b0, part.b0 + group.b1)
-        for c in range(c0, c1, strip):
-            end = min(c + strip, c1)
-            keys: Tensor | None = None
-            for tile in tiles:
-                target = tile.of(out)[..., c - c0 : end - c0]
-                pairs = bounds[tile.b0 : tile.b1]
-                low_list = [x for rows, _ in pairs for x in rows[tile.s0 : tile.s1]]
-                high_list = [x for _, rows in pairs for x in rows[tile.s0 : tile.s1]]
-                seen, clear = _sight(low_list, high_list, c, end)
-                if not seen:
-                    target.fill_(NEG_INF)
-                    continue
-                if keys is None:
-                    keys = problem.k[b0:b1, c:end].to(dtype)
-                scores = head_sum(
-                    tile.of(q).contiguous(), keys, tile.of(weights).contiguous(), buffer
-                )
-                if problem.scale != 1.0:
-                    scores.mul_(problem.scale)
-                absolute = Part(
-                    part.b0 + tile.b0, part.b0 + tile.b1, part.s0 + tile.s0, part.s0 + tile.s1
-                )
-                if problem.key_scale is not None:
-                    factors = problem.key_scale[absolute.b0 : absolute.b1, None, c:end]
-                    scores.mul_(factors.to(dtype))
-                if problem.bias is not None and not columns:
-                    scores.add_(absolute.of(problem.bias)[..., c:end].to(dtype))
-                if problem.mask is not None and not columns:
-                    scores.masked_fill_(~absolute.of(problem.mask)[..., c:end], NEG_INF)
-                if not clear:
-                    position = torch.arange(c, end, device=q.device)
-                    hidden = position < tile.of(low_rows)[..., None]
-                    hidden |= position >= tile.of(high_rows)[..., None]
-                    scores.masked_fill_(hidden, NEG_INF)
-                target.copy_(scores)
+    strips: list[_Strip] = []
+    for b in range(0, part.batch, items):
+        group = Part(b, min(b + items, part.batch), 0, part.rows)
+        tiles = tuple(parts(group, tile_rows))
+        # Few strips keep few threads busy: then every tile is on its own.
+        chunks = [tiles] if c1 - c0 > 16 * width else [(tile,) for tile in tiles]
+        for c in range(c0, c1, width):
+            strips += [_Strip(group, some, c, min(c + width, c1)) for some in chunks]
+
+    def worker() -> Callable[[_Strip], None]:
+        buffer = scratch(out, tile_rows * heads * min(width, c1 - c0), scorer.dtype)
+        return lambda strip: scorer.write(strip, buffer, columns)
+
+    for_each(strips, worker, scorer.operations())

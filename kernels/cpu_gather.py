@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cpu_dense import Problem
-from .cpu_plan import Part, gather_tile, working_set
+from .cpu_plan import Part, gather_tile, share_of_memory
+from .cpu_threads import for_each
 
 _PRODUCTS = 1 << 20
 
@@ -88,7 +90,7 @@ def key_runs(problem: Problem, sparse_block: int, columns: int) -> KeyRuns:
     keys, dtype = problem.k, problem.dtype
     count, positions, dim = keys.shape
     if keys.dtype != dtype and columns >= count * positions:
-        if count * positions * dim * dtype.itemsize <= working_set() // 2:
+        if count * positions * dim * dtype.itemsize <= share_of_memory() // 2:
             keys = keys.to(dtype)
     missing = max(0, sparse_block - positions)
     if missing:
@@ -167,15 +169,21 @@ def gather_into(
     columns = max(size, gather_tile(heads, dim, dtype.itemsize))
     row_step = max(1, min(count, columns // width))
     block_step = max(1, min(columns // (row_step * size), candidates.blocks.shape[2]))
-    tile = _Tile(out, runs.keys, row_step * block_step, size, heads)
-    if row_step == 1:
-        for r, last in enumerate(needed.tolist()):
-            tile.score_row(out[r], index[r, :last], q[r], weights[r, :, 0])
-    else:
-        for r in range(0, count, row_step):
+    last = needed.tolist()
+
+    def worker() -> Callable[[int], None]:
+        tile = _Tile(out, runs.keys, row_step * block_step, size, heads)
+
+        def score(r: int) -> None:
+            if row_step == 1:
+                tile.score_row(out[r], index[r, : last[r]], q[r], weights[r, :, 0])
+                return
             some = slice(r, r + row_step)
-            last = int(needed[some].max())
-            tile.score_rows(out[some], index[some, :last], q[some], weights[some])
+            tile.score_rows(out[some], index[some, : max(last[some])], q[some], weights[some])
+
+        return score
+
+    for_each(range(0, count, row_step), worker, 2 * heads * dim * size * sum(last))
     if problem.scale != 1.0:
         out.mul_(problem.scale)
     if runs.factors is not None and runs.factor_base is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .cpu_threads import inside_pool, share_of_threads, workers
+
 DEFAULT_WORKING_SET = 64 << 20
 _TILE_SCORES = 1 << 19
 _TILE_HEAD_ROWS = 512
@@ -80,6 +82,11 @@ def parts(within: Part, rows: int) -> Iterator[Part]:
             yield Part(b, min(b + items, within.b1), s, min(s + step, within.s1))
 
 
+def share_of_memory() -> int:
+    """Bytes that one of the sharing threads may hold."""
+    return max(1, _working_set // workers())
+
+
 def rows_within(budget: int, bytes_per_row: int, tile: int = 1) -> int:
     """Rows that fit the budget, one at least; whole tiles if one fits.
 
@@ -90,12 +97,22 @@ def rows_within(budget: int, bytes_per_row: int, tile: int = 1) -> int:
     return rows if rows < tile else rows // tile * tile
 
 
+def pieces(whole: Part, budget: int, bytes_per_row: int, tile: int = 1) -> list[Part]:
+    """Cuts rows so that each piece fits the budget and every thread gets two or more."""
+    count = whole.batch * whole.rows
+    rows = rows_within(budget, bytes_per_row, tile)
+    if workers() > 1 and not inside_pool():
+        fair = -(-count // (2 * workers()))
+        rows = min(rows, -(-fair // tile) * tile)
+    return list(parts(whole, rows))
+
+
 def dense_tile(heads: int, rows: int) -> tuple[int, int]:
-    """(rows, key positions) of one dense tile: each thread's share stays in its own cache."""
-    threads, heads = torch.get_num_threads(), max(1, heads)
-    tile_rows = max(1, min(rows, _TILE_HEAD_ROWS * threads // heads))
-    strip = _TILE_SCORES * threads // (tile_rows * heads)
-    return tile_rows, max(_MIN_STRIP, min(strip, _MAX_STRIP * threads))
+    """(rows, key positions) of one dense tile: each core's share stays near it."""
+    cores, heads = share_of_threads(), max(1, heads)
+    tile_rows = max(1, min(rows, _TILE_HEAD_ROWS * cores // heads))
+    strip = _TILE_SCORES * cores // (tile_rows * heads)
+    return tile_rows, max(_MIN_STRIP, min(strip, _MAX_STRIP * cores))
 
 
 def smallest_strip() -> int:
@@ -104,8 +121,8 @@ def smallest_strip() -> int:
 
 
 def gather_tile(heads: int, dim: int, itemsize: int) -> int:
-    """Columns of one gathered tile, keys and products together; a share for every thread."""
-    size = _GATHER_BYTES * torch.get_num_threads()
+    """Columns of one gathered tile, keys and products together."""
+    size = _GATHER_BYTES * share_of_threads()
     return max(_MIN_GATHER, size // (itemsize * max(1, heads + dim)))
 
 

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 from .cpu_candidates import columns, expand, positions_of
 from .cpu_dense import Problem, dense_into
 from .cpu_gather import Candidates
-from .cpu_plan import Part, dense_tile, parts, rows_within, scratch, smallest_strip, working_set
+from .cpu_plan import Part, dense_tile, pieces, scratch, share_of_memory, smallest_strip
 from .cpu_sparse import sparse_logits
+from .cpu_threads import for_each
 from .cpu_topk import fill_empty, ranked
 from .reference import NEG_INF, in_blocks
 
@@ -42,7 +43,7 @@ def _merge(
 
 def _strip(problem: Problem, multiple: int) -> int:
     """Positions whose scores of one row are held at a time."""
-    fit = max(working_set() // 2 // problem.dtype.itemsize, smallest_strip())
+    fit = max(share_of_memory() // 2 // problem.dtype.itemsize, smallest_strip())
     return max(multiple, fit // multiple * multiple)
 
 
@@ -70,9 +71,8 @@ def select_dense(
     strip = _strip(problem, block_size)
     row_bytes = min(strip, positions) * itemsize + heads * dim * itemsize + 32 * topk
     tile, _ = dense_tile(heads, batch * count)
-    rows = rows_within(working_set() // 2, row_bytes + visible_bytes, tile)
-    buffer: Tensor | None = None
-    for part in parts(problem.whole, rows):
+
+    def run(part: Part) -> None:
         some = problem.restrict(part)
         if visible is not None:
             extra = visible(part)
@@ -80,11 +80,10 @@ def select_dense(
         lines = part.batch * part.rows
         start = int(some.low.min()) // block_size * block_size
         stop = int(some.high.max())
+        buffer = scratch(values, lines * max(0, min(strip, stop - start)), problem.dtype)
         best: tuple[Tensor, Tensor] | None = None
         for c0 in range(start, stop, strip):
             width = min(c0 + strip, stop) - c0
-            if buffer is None or buffer.numel() < lines * width:
-                buffer = scratch(values, lines * width, problem.dtype)
             flat = buffer[: lines * width].view(lines, width)
             scores = flat.view(part.batch, part.rows, width)
             dense_into(scores, some, some.whole, c0, c0 + width)
@@ -99,6 +98,14 @@ def select_dense(
         fill_empty(found, place, positions, fill)
         part.of(values).copy_(found.view(part.batch, part.rows, topk))
         part.of(indices).copy_(place.view(part.batch, part.rows, topk))
+
+    seen = int((problem.high - problem.low).clamp_(min=0).sum())
+    budget = share_of_memory() // 2
+    for_each(
+        pieces(problem.whole, budget, row_bytes + visible_bytes, tile),
+        lambda: run,
+        2 * heads * dim * seen,
+    )
     return values, indices
 
 
@@ -139,7 +146,8 @@ def select_candidates(
     indices = torch.empty(batch, count, topk, dtype=torch.int64)
     gathered = problem.mask is not None or problem.bias is not None
     row_bytes = width * (problem.dtype.itemsize + (20 if gathered else 0)) + 32 * topk
-    for part in parts(problem.whole, rows_within(working_set() // 2, row_bytes)):
+
+    def run(part: Part) -> None:
         some = problem.restrict(part)
         blocks, end = expand(
             part.of(block_ids),
@@ -176,6 +184,13 @@ def select_candidates(
         fill_empty(found, place, positions, fill)
         part.of(values).copy_(found.view(part.batch, part.rows, topk))
         part.of(indices).copy_(place.view(part.batch, part.rows, topk))
+
+    heads, dim = problem.q.shape[2:]
+    for_each(
+        pieces(problem.whole, share_of_memory() // 2, row_bytes),
+        lambda: run,
+        2 * heads * dim * batch * count * min(width, positions),
+    )
     return values, indices
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .cpu_dense import Problem, dense_into
-from .cpu_gather import Candidates, KeyRuns, Rows, block_runs, gather_into, key_runs
-from .cpu_plan import dense_tile, parts, rows_within, scratch, working_set
+from .cpu_gather import Candidates, Rows, block_runs, gather_into, key_runs
+from .cpu_plan import Part, dense_tile, pieces, scratch, share_of_memory
+from .cpu_threads import for_each
 from .reference import NEG_INF
 
 _GATHERED_PRODUCT, _GATHERED_HEADS = 1.15, 12.0
@@ -86,32 +87,37 @@ def sparse_logits(problem: Problem, candidates: Candidates) -> Tensor:
         return out
     if positions == 0:
         return out.fill_(NEG_INF)
-    runs: KeyRuns | None = None
-    columns = int(candidates.end.sum())
-    itemsize = problem.dtype.itemsize
-    budget = working_set() // 4
-    row_bytes = max(positions, size) * itemsize + 24 * candidates.blocks.shape[2]
-    row_bytes += heads * dim * itemsize
     limit = dense_crossover(heads, dim)
+    row_bytes = (max(positions, size) + heads * dim) * problem.dtype.itemsize
+    row_bytes += 24 * candidates.blocks.shape[2]
     tile, _ = dense_tile(heads, batch * count)
-    for part in parts(problem.whole, rows_within(budget, row_bytes, tile)):
-        rows = Rows.of(problem, candidates, part)
+    valid = candidates.end.long().clamp(0, width)
+    seen = (problem.high - problem.low).clamp_(min=0)
+    tasks: list[tuple[Part, str]] = []
+    for part in pieces(problem.whole, share_of_memory() // 4, row_bytes, tile):
+        columns, context = int(part.of(valid).sum()), int(part.of(seen).sum())
+        gathered = context > limit * columns
+        tasks.append((part, "none" if columns == 0 else "gather" if gathered else "dense"))
+    total = int(valid.sum())
+    runs = key_runs(problem, size, total) if any(how == "gather" for _, how in tasks) else None
+
+    def run(task: tuple[Part, str]) -> None:
+        part, how = task
         target = part.of(out).view(-1, width)
-        valid = int(rows.end.sum())
-        seen = int((rows.high - rows.low).clamp_(min=0).sum())
-        if valid == 0:
+        if how == "none":
             target.fill_(NEG_INF)
-            continue
-        moved = True
-        if seen > limit * valid:
-            runs = runs or key_runs(problem, size, columns)
+            return
+        rows = Rows.of(problem, candidates, part)
+        in_order = how == "dense" and rows.in_order(size)
+        if how == "gather" and runs is not None:
             gather_into(target, problem, candidates, runs, rows)
-        elif rows.in_order(size):
-            moved = False
+        elif in_order:
             stop = min(int(rows.end.max()), positions)
-            high = torch.minimum(problem.high, candidates.end.clamp(min=0))
+            high = torch.minimum(problem.high, valid)
             dense_into(part.of(out)[..., :stop], problem, part, 0, stop, high=high, columns=True)
         else:
             _read_off(target, problem, candidates, rows)
-        _finish(target, problem, candidates, rows, moved=moved)
+        _finish(target, problem, candidates, rows, moved=not in_order)
+
+    for_each(tasks, lambda: run, 2 * heads * dim * total)
     return out

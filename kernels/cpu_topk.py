@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cpu_plan import Part, parts, rows_within, working_set
+from .cpu_plan import Part, pieces, rows_within, share_of_memory
+from .cpu_threads import for_each
 from .reference import NEG_INF, accumulator
 
 _GROUP = 8
 _GROUPED_WIDTH = 3 * _GROUP
+_RANKING = 500  # what ranking one score costs, in operations of a product
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ def _settle_ties(scores: Tensor, best: Tensor, order: Tensor, found: Tensor) -> 
     tied = _equal(best[:, 1:], best[:, :-1])
     if best.shape[1] > kept:
         rows = (tied[:, -1] & found[:, -1]).nonzero()[:, 0]
-        step = rows_within(working_set() // 4, width * 16)
+        step = rows_within(share_of_memory() // 4, width * 16)
         for some in rows.split(step):
             order[some] = _lowest_of_tie(scores[some], best[some, :kept], order[some])
     rows = (tied[:, : kept - 1] & found[:, 1:]).any(-1).nonzero()[:, 0]
@@ -91,7 +93,7 @@ def ranked(scores: Tensor, topk: int, *, keep_all: bool = False) -> tuple[Tensor
         return scores.new_empty(shape), torch.empty(shape, dtype=torch.int64)
     # One more than asked for shows whether the cut falls inside a tie.
     more = min(kept + 1, width)
-    step = rows_within(working_set() // 4, 16 * _GROUP * more)
+    step = rows_within(share_of_memory() // 4, 16 * _GROUP * more)
     best = [_best(some, more) for some in scores.split(step)]
     values, order = (torch.cat(x) if len(best) > 1 else x[0] for x in zip(*best, strict=True))
     order = order[:, :kept].contiguous()
@@ -110,19 +112,25 @@ def best_columns(logits: Tensor, end: Tensor, topk: int) -> tuple[Tensor, Tensor
     columns = torch.full((batch, count, topk), -1, dtype=torch.int32)
     kept = min(topk, width)
     row_bytes = 24 * kept + (0 if logits.dtype == dtype else width * dtype.itemsize)
-    for part in parts(Part(0, batch, 0, count), rows_within(working_set() // 2, row_bytes)):
+
+    def rank(part: Part) -> None:
         scores = part.of(logits).to(dtype).flatten(0, 1)
         stop = part.of(end).reshape(-1, 1)
         found, order = ranked(scores, topk)
         # Columns past the end are -inf when they come from the scorer: look before masking.
         beyond = (order >= stop).any(-1).nonzero()[:, 0]
-        step = rows_within(working_set() // 4, width * 2 * dtype.itemsize)
-        for i in range(0, beyond.shape[0], step):
-            rows = beyond[i : i + step]
+        for rows in beyond.split(rows_within(share_of_memory() // 4, 8 * width)):
             hidden = torch.arange(width) >= stop[rows]
             found[rows], order[rows] = ranked(scores[rows].masked_fill_(hidden, NEG_INF), topk)
         part.of(values)[..., :kept] = found.view(part.batch, part.rows, kept)
         part.of(columns)[..., :kept] = order.view(part.batch, part.rows, kept)
+
+    whole = Part(0, batch, 0, count)
+    for_each(
+        pieces(whole, share_of_memory() // 2, row_bytes),
+        lambda: rank,
+        _RANKING * logits.numel(),
+    )
     return values, columns
 
 

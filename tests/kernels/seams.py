@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import torch
 from hypothesis import strategies as st
 
-from dsa_compile.kernels import cpu_candidates, cpu_gather, cpu_plan, cpu_sparse, cpu_topk
+from dsa_compile.kernels import (
+    cpu_candidates,
+    cpu_gather,
+    cpu_plan,
+    cpu_sparse,
+    cpu_threads,
+    cpu_topk,
+)
 from dsa_compile.kernels.cpu import limit_working_set
 
 CUTS = st.fixed_dictionaries(
@@ -19,6 +27,7 @@ CUTS = st.fixed_dictionaries(
         "row_loop": st.booleans(),
         "sort": st.booleans(),
         "groups": st.booleans(),
+        "threads": st.booleans(),
     }
 )
 
@@ -31,6 +40,7 @@ def cut(
     row_loop: bool = False,
     sort: bool = False,
     groups: bool = False,
+    threads: bool = False,
 ) -> Iterator[None]:
     """Results must not depend on any of this.
 
@@ -40,6 +50,7 @@ def cut(
         path: Score candidates always from gathered keys, or always from dense scores.
         row_loop: Hide the columns past the end row by row, as for wide rows.
         sort: Expand candidates by sorting, as when there are many more blocks than ids.
+        threads: Share every piece of work, however small, among three threads.
         groups: Rank groups of columns first, as for rows much wider than k.
     """
     with ExitStack() as stack:
@@ -66,4 +77,8 @@ def cut(
         if groups:
             stack.enter_context(patch.object(cpu_topk, "_GROUP", 3))
             stack.enter_context(patch.object(cpu_topk, "_GROUPED_WIDTH", 3))
+        if threads:
+            stack.enter_context(patch.object(cpu_threads, "_MIN_OPERATIONS", 0))
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(3)
         yield
