@@ -4,7 +4,7 @@
 the lightning indexer of DeepSeek-V3.2 and V4.1, computed in fp32 from the inputs' own values (in
 fp64 when q, k or weights is fp64). A position is visible to a row when it lies in the row's range,
 in its candidate blocks and under its mask. Every function works on any device, holds all scores at
-once and prefers the obvious form to the fast one.
+once and prefers the obvious form to the fast one. Shapes and dtypes are those of ``schemas``.
 """
 
 from __future__ import annotations
@@ -149,7 +149,11 @@ def indexer_select(
     fill: float | None = None,
     sorted: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Dense selection: values [B, S, topk] and positions [B, S, topk] int64."""
+    """The best ``topk`` visible positions of every row.
+
+    Returns:
+        values [B, S, topk] and indices [B, S, topk] int64.
+    """
     scores = dense_scores(q, k, weights, scale, key_scale, bias)
     low, high = row_range(row_start, row_end, k.shape[1], q.device)
     visible = visible_positions(scores.shape, low, high, mask, block_ids, block_size, anchored)
@@ -173,7 +177,12 @@ def indexer_block_max(
     fill: float | None = None,
     sorted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Selection of a source layer, and the best visible score of every block."""
+    """Selection of a source layer, and the best visible score of every block.
+
+    Returns:
+        values and indices as :func:`indexer_select`, and block_max [B, S, ceil(T / block_size)]: the
+        largest visible score, NaN if one is NaN, ``fill`` where the row sees nothing of the block.
+    """
     positions = k.shape[1]
     scores = dense_scores(q, k, weights, scale, key_scale, bias)
     low, high = row_range(row_start, row_end, positions, q.device)
@@ -219,7 +228,15 @@ def indexer_publish(
     fill: float | None = None,
     sorted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Selection of a source layer, and its best blocks with the newest one pinned."""
+    """Selection of a source layer, and its best blocks.
+
+    With ``pin_newest`` the block of position row_end - 1 scores ``pin_value``, inside the budget of
+    ``num_blocks``; a row whose end is 0 has none.
+
+    Returns:
+        values and indices as :func:`indexer_select`, block_values [B, S, num_blocks] descending
+        and block_indices [B, S, num_blocks] int64.
+    """
     values, indices, block_max = indexer_block_max(
         q,
         k,

@@ -22,7 +22,14 @@ def candidate_expand(
     sparse_block: int,
     anchored: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Candidate ids as unique ascending sparse blocks, and the number of valid leading columns."""
+    """Candidate ids as unique ascending sparse blocks that reach into the row's range.
+
+    Returns:
+        blocks [B, S, C * block_size / sparse_block] int32, the last one repeated as padding (0 if
+        there is none), and end [B, S] int32. Only the last block can be partial, so the valid
+        columns are those below ``end``; the first block may begin below the row's start, whose
+        columns ``sparse_mqa_logits`` hides.
+    """
     low, high = row_range(row_start, row_end, num_positions, block_ids.device)
     shape = torch.broadcast_shapes(block_ids.shape[:2], low.shape, high.shape)
     low, high = low.expand(shape)[..., None], high.expand(shape)[..., None]
@@ -72,7 +79,11 @@ def candidate_columns(
     sparse_block: int,
     anchored: bool = False,
 ) -> Tensor:
-    """Position of every column [B, S, W] int64, clamped into [0, num_positions - 1]."""
+    """Position of every column [B, S, W] int64, clamped into [0, num_positions - 1].
+
+    Column c is position ``blocks[c // sparse_block] * sparse_block + c % sparse_block``, further
+    right by ``row_start % sparse_block`` when anchored.
+    """
     low, _ = row_range(row_start, None, num_positions, blocks.device)
     positions = raw_columns(blocks, low, num_positions, sparse_block, anchored)
     return positions.clamp(0, max(num_positions - 1, 0)).contiguous()

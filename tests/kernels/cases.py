@@ -14,7 +14,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def restride(tensor: Tensor, how: int) -> Tensor:
-    """The same values under other strides: as they are, a slice of a wider tensor, transposed."""
+    """The same values under other strides.
+
+    How: 0 as they are, 1 a slice of a wider tensor, 2 transposed, 3 the head of a longer cache.
+    """
     if how == 1:
         wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), 99, dtype=torch.float64)
         wide = wide.to(tensor.dtype)
@@ -22,6 +25,9 @@ def restride(tensor: Tensor, how: int) -> Tensor:
         return wide[..., 2:-1]
     if how == 2 and tensor.dim() > 1:
         return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if how == 3 and tensor.dim() > 1:
+        spare = tensor.new_full((*tensor.shape[:-2], 5, tensor.shape[-1]), 99)
+        return torch.cat((tensor, spare), dim=-2)[..., : tensor.shape[-2], :]
     return tensor
 
 
@@ -59,7 +65,7 @@ def exact_case(seed: int, *, candidates: bool) -> Case:
 
     def floats(*shape: int) -> Tensor:
         values = integers(rng, -span, span, *shape).to(rng.choice(FLOATS))
-        return restride(values, rng.choice((0, 0, 1, 2)))
+        return restride(values, rng.choice((0, 0, 1, 2, 3)))
 
     kwargs: dict[str, object] = {}
     if rng.random() < 0.5:
@@ -79,9 +85,12 @@ def exact_case(seed: int, *, candidates: bool) -> Case:
         if rng.random() < 0.3:
             bias = bias.masked_fill(bias == 2, -torch.inf)
         kwargs["bias"] = restride(bias, rng.choice((0, 1, 2)))
+    keys = floats(rng.choice((1, batch)), n, dim)
+    if rng.random() < 0.2:
+        keys = keys.expand(batch, -1, -1)
     case = Case(
         floats(batch, rows, heads, dim),
-        floats(rng.choice((1, batch)), n, dim),
+        keys,
         floats(batch, rows, heads),
         kwargs,
     )

@@ -159,6 +159,24 @@ def test_topk_of_long_rows_with_ties(provider: str, topk: int) -> None:
         assert values[0, s].tolist() == [row[c] for c in order] + [-torch.inf] * empty
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 400])
+def test_topk_of_long_rows_with_nan(provider: str, count: int) -> None:
+    """NaN first, in order of column, whether the list holds all of them or not."""
+    logits = torch.randint(0, 9, (1, 2, 2500)).float()
+    place = torch.randperm(2500)[:count]
+    logits[0, :, place] = torch.nan
+    logits[0, 0, 5:900] = -torch.inf
+    end = torch.tensor([[2500, 2400]])
+    _, columns = ops(provider).topk(logits, end, topk=40)
+    for s in range(2):
+        row = logits[0, s, : int(end[0, s])].tolist()
+        shown = [c for c, x in enumerate(row) if x != -torch.inf]
+        order = sorted(
+            shown, key=lambda c: (row[c] == row[c], -row[c] if row[c] == row[c] else 0, c)
+        )
+        assert columns[0, s].tolist() == order[:40]
+
+
 def test_topk_honours_strides(provider: str) -> None:
     wide = torch.randn(5, 300)
     for logits in (torch.randn(300, 7).t()[None], wide[:, 3:203][None], wide.t()[::3, 1:3][None]):
