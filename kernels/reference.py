@@ -180,8 +180,8 @@ def indexer_block_max(
     """Selection of a source layer, and the best visible score of every block.
 
     Returns:
-        values and indices as :func:`indexer_select`, and block_max [B, S, ceil(T / block_size)]: the
-        largest visible score, NaN if one is NaN, ``fill`` where the row sees nothing of the block.
+        values and indices as :func:`indexer_select`, and block_max [B, S, ceil(T / block_size)]:
+        the largest visible score, NaN if one is NaN, ``fill`` where the row sees nothing of it.
     """
     positions = k.shape[1]
     scores = dense_scores(q, k, weights, scale, key_scale, bias)
