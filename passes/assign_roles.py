@@ -301,12 +301,21 @@ class Layout:
             and [list(a) for a in axes] == [list(g) for g in groups]
         ):
             return node
-        if any(len(a) != 1 for a in axes):
+        # Dims of size 1 come and go by squeeze: a reshape of symbolic sizes costs more.
+        if all(len(a) <= 1 for a in axes):
+            unit = [i for i, a in enumerate(axes) if not a]
+            node = self.emit(aten.squeeze.dims, node, unit) if unit else node
+        else:
             node = self.emit(aten.reshape.default, node, [self.size(a) for a in flat])
         order = sorted(range(len(flat)), key=lambda i: wanted.index(flat[i]))
         if order != list(range(len(flat))):
             node = self.emit(aten.permute.default, node, order)
         have = [flat[i] for i in order]
+        if all(len(g) <= 1 for g in groups):
+            for at, group in enumerate(groups):
+                if not group or group[0] not in have:
+                    node = self.emit(aten.unsqueeze.default, node, at)
+            return node
         shape: list[fx.Node | int] = []
         full: list[fx.Node | int] = []
         for group in groups:

@@ -22,7 +22,10 @@ from dsa_compile.passes.graph_tools import (
     selection_root,
 )
 from dsa_compile.passes.recognise_ops import constant_of, is_constant
-from dsa_compile.passes.trace_scores import HIDING
+from dsa_compile.passes.trace_scores import HIDING, Refusal
+
+# An added constant below this is meant to hide.
+_LARGE = -1000.0
 
 
 @dataclass(frozen=True)
@@ -208,11 +211,21 @@ def _hidden_float(node: fx.Node) -> bool:
 
 
 def hiding_constants(node: fx.Node) -> set[float]:
-    """The hiding values that an additive mask is made of; -inf where none is written out."""
+    """The hiding values that an additive mask is made of; -inf where none is written out.
+
+    Raises:
+        Refusal: a value is large, as if to hide, but real scores could reach it.
+    """
     found: set[float] = set()
     for inner in ancestors([node], mask_leaf):
         for arg in inner.args:
-            number = constant_of(arg)
+            number = constant_of(arg) if is_float(inner) else None
+            if number is not None and HIDING < number <= _LARGE:
+                raise Refusal(
+                    f"the added mask value {number:g} is within reach of real scores: hidden ones "
+                    "could win",
+                    4,
+                )
             if (
                 number is not None
                 and number <= HIDING

