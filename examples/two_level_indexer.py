@@ -12,6 +12,7 @@ runs one chunk of a chunked prefill: `rows` new tokens behind `positions - rows`
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -217,7 +218,8 @@ def main() -> None:
         measure_child(options.child, options.positions, options.rows, config)
         return
 
-    console = Console()
+    # Piped output has no width of its own: give the tables room.
+    console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(f"{options.rows} query rows, {options.positions:,} positions, fp32 on CPU")
     model, inputs = build(options.positions, options.rows, config)
     with torch.inference_mode():

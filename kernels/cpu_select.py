@@ -195,7 +195,10 @@ def select_candidates(
 
 
 def block_maxima(problem: Problem, block_size: int, fill: float) -> tuple[Tensor, Observer]:
-    """Best visible score of every block [B, S, blocks], filled while a selection runs."""
+    """Best score of every block [B, S, blocks], filled while a selection runs.
+
+    Positions that are hidden or missing count as ``fill``.
+    """
     batch, count = problem.q.shape[:2]
     blocks = -(-problem.k.shape[1] // block_size)
     maxima = torch.full((batch, count, blocks), fill, dtype=problem.dtype)
@@ -215,6 +218,7 @@ def block_maxima(problem: Problem, block_size: int, fill: float) -> tuple[Tensor
         shown = (position >= some.low[..., None]) & (position < some.high[..., None])
         if some.mask is not None:
             shown &= some.mask[..., first : first + scores.shape[-1]]
-        target.copy_(torch.where(per_block(shown, False).any(-1), best, fill))
+        whole = per_block(shown, False).all(-1)
+        target.copy_(torch.where(whole, best, best.clamp(min=fill)))
 
     return maxima, observe

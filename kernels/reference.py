@@ -181,7 +181,8 @@ def indexer_block_max(
 
     Returns:
         values and indices as :func:`indexer_select`, and block_max [B, S, ceil(T / block_size)]:
-        the largest visible score, NaN if one is NaN, ``fill`` where the row sees nothing of it.
+        the largest score, NaN if a visible one is NaN; positions that are hidden, or missing from
+        the last block, count as ``fill``, as in a model that takes maxima of masked scores.
     """
     positions = k.shape[1]
     scores = dense_scores(q, k, weights, scale, key_scale, bias)
@@ -190,13 +191,11 @@ def indexer_block_max(
     values, indices = fill_empty(*rank(scores, visible, topk), positions, fill_value(fill))
     blocks = -(-positions // block_size)
     tail = (0, blocks * block_size - positions)
-    shown = torch.nn.functional.pad(torch.where(visible, scores, NEG_INF), tail, value=NEG_INF)
-    seen = torch.nn.functional.pad(visible, tail, value=False)
+    hidden = fill_value(fill)
+    shown = torch.nn.functional.pad(torch.where(visible, scores, hidden), tail, value=hidden)
     if blocks == 0:
         return values, indices, scores.new_empty(*scores.shape[:2], 0)
-    block_max = shown.unflatten(-1, (blocks, block_size)).amax(-1)
-    any_seen = seen.unflatten(-1, (blocks, block_size)).any(-1)
-    return values, indices, torch.where(any_seen, block_max, fill_value(fill))
+    return values, indices, shown.unflatten(-1, (blocks, block_size)).amax(-1)
 
 
 def pin_newest_block(

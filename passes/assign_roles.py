@@ -6,20 +6,18 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from dsa_compile.passes.axis_labels import Axes, Axis, LabelError, Labels, pointwise
+from dsa_compile.passes.axis_labels import Axes, Axis, LabelError, Labels
 from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.graph_tools import (
     CASTS,
     CONTRACTIONS,
-    Emitter,
-    aten,
     is_tensor,
     is_upcast,
     is_view,
     op_name,
-    value,
 )
-from dsa_compile.passes.trace_scores import Refusal, ScoreTrace
+from dsa_compile.passes.lower_axes import pointwise
+from dsa_compile.passes.score_trace import Refusal, ScoreTrace
 
 _SPLITS = frozenset({"unbind", "split", "split_with_sizes", "chunk"})
 
@@ -59,7 +57,7 @@ def _chain(node: fx.Node, through_pieces: bool) -> list[fx.Node]:
         else:
             return out
         assert isinstance(step, fx.Node)
-        if not is_tensor(step) or step.op == "get_attr" and False:
+        if not is_tensor(step):
             return out
         node = step
         out.append(node)
@@ -117,7 +115,6 @@ def assign_roles(trace: ScoreTrace, binding: Binding) -> Roles:
     right, right_path = _common([p[2] for p in trace.products], "right")
     weight_operands = [w for w in trace.weights]
     factors = list(dict.fromkeys(trace.factors))
-    order = {n: i for i, n in enumerate(trace.score.graph.nodes)}
     region = dict.fromkeys([*left_path, *right_path, *trace.path])
     outside: list[fx.Node] = []
     for operand in [*weight_operands, *factors]:
@@ -130,7 +127,7 @@ def assign_roles(trace: ScoreTrace, binding: Binding) -> Roles:
         for leaf in dict.fromkeys((left, right, *outside)):
             if leaf not in region:
                 labels.leaf(leaf)
-        for node in sorted(region, key=order.__getitem__):
+        for node in sorted(region):
             _label(labels, node)
         score_axes = labels.axes(trace.score)
     except LabelError as error:
@@ -227,109 +224,8 @@ def _relabel(labels: Labels, leaf: fx.Node, between: list[fx.Node]) -> None:
         return
     known = {n: labels.of.pop(n) for n in between if n in labels.of}
     labels.leaf(leaf)
-    order = {n: i for i, n in enumerate(leaf.graph.nodes)}
-    for node in sorted(between, key=order.__getitem__):
+    for node in sorted(between):
         _label(labels, node)
         if node in known:
             # The known atoms stay the roots: roles read off before hold them.
             labels.of[node] = labels.broadcast(known[node], labels.of[node])
-
-
-class Layout:
-    """Emits a labelled tensor in a canonical order of axis groups."""
-
-    def __init__(self, labels: Labels, emit: Emitter) -> None:
-        self.labels = labels
-        self.emit = emit
-        self._sizes: dict[int, fx.Node | int] = {}
-
-    def size(self, atom: int) -> fx.Node | int:
-        """The size of an atom as an argument, read off a tensor that has it as a whole dim."""
-        atom = self.labels.resolve([atom])[0]
-        if atom not in self._sizes:
-            for node in self.labels.of:
-                for dim, axis in enumerate(self.labels.axes(node)):
-                    if axis == [atom] and is_tensor(node):
-                        extent = value(node).shape[dim]
-                        if isinstance(extent, int):
-                            self._sizes[atom] = extent
-                        elif self._above(node):
-                            self._sizes[atom] = self.emit.size(node, dim)
-                        if atom in self._sizes:
-                            return self._sizes[atom]
-            raise Refusal("the size of an axis cannot be read off any tensor", 5)
-        return self._sizes[atom]
-
-    def _above(self, node: fx.Node) -> bool:
-        return node < self.emit.after or node is self.emit.after
-
-    def group_size(self, atoms: Axis) -> fx.Node | int:
-        """The size of a group of atoms as an argument."""
-        total: fx.Node | int = 1
-        for atom in atoms:
-            size = self.size(atom)
-            if isinstance(total, int) and isinstance(size, int):
-                total = total * size
-            elif total == 1:
-                total = size
-            else:
-                import operator
-
-                total = self.emit(operator.mul, total, size)
-        return total
-
-    def canonical(self, node: fx.Node, axes: Axes, groups: list[Axis]) -> fx.Node:
-        """A tensor with one dim a group, in the groups' order; absent groups have size 1.
-
-        Args:
-            node: tensor whose dims carry ``axes``.
-            axes: its labels.
-            groups: atoms of each wanted dim.
-
-        Raises:
-            Refusal: an axis is in no group.
-        """
-        axes = [self.labels.resolve(a) for a in axes]
-        groups = [self.labels.resolve(g) for g in groups]
-        flat = [a for axis in axes for a in axis]
-        wanted = [a for g in groups for a in g]
-        if not set(flat) <= set(wanted) or len(set(flat)) != len(flat):
-            raise Refusal("an axis has no place in an indexer's operands", 5)
-        if (
-            all(len(a) == 1 for a in axes)
-            and len(axes) == len(groups)
-            and [list(a) for a in axes] == [list(g) for g in groups]
-        ):
-            return node
-        # Dims of size 1 come and go by squeeze: a reshape of symbolic sizes costs more.
-        if all(len(a) <= 1 for a in axes):
-            unit = [i for i, a in enumerate(axes) if not a]
-            node = self.emit(aten.squeeze.dims, node, unit) if unit else node
-        else:
-            node = self.emit(aten.reshape.default, node, [self.size(a) for a in flat])
-        order = sorted(range(len(flat)), key=lambda i: wanted.index(flat[i]))
-        if order != list(range(len(flat))):
-            node = self.emit(aten.permute.default, node, order)
-        have = [flat[i] for i in order]
-        if all(len(g) <= 1 for g in groups):
-            for at, group in enumerate(groups):
-                if not group or group[0] not in have:
-                    node = self.emit(aten.unsqueeze.default, node, at)
-            return node
-        shape: list[fx.Node | int] = []
-        full: list[fx.Node | int] = []
-        for group in groups:
-            present = [a for a in group if a in have]
-            if present and len(present) != len(group):
-                full += [self.size(a) for a in group]
-                shape += [self.size(a) if a in have else 1 for a in group]
-            else:
-                shape += [self.size(a) for a in present]
-                full += [self.size(a) for a in present]
-        if len(shape) != len(have):
-            node = self.emit(aten.reshape.default, node, shape)
-            node = self.emit(aten.expand.default, node, full)
-        merged = [self.group_size(g) if any(a in have for a in g) else 1 for g in groups]
-        if [s for s in merged] == full and len(merged) == len(full):
-            return node
-        return self.emit(aten.reshape.default, node, merged)

@@ -47,15 +47,19 @@ _OTHERS = (
 )
 
 
+def _expressions(values: Iterable[Any]) -> frozenset[Any]:
+    """The expressions of all symbolic sizes among recorded values."""
+    found = set()
+    for item in values:
+        for size in item.shape if isinstance(item, torch.Tensor) else (item,):
+            if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                found.add(size.node.expr)
+    return frozenset(found)
+
+
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
     """The size symbols that recorded values depend on."""
-    found: set[sympy.Symbol] = set()
-    for item in values:
-        sizes = item.shape if isinstance(item, torch.Tensor) else (item,)
-        for size in sizes:
-            if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                found |= size.node.expr.free_symbols
-    return found
+    return {symbol for expr in _expressions(values) for symbol in expr.free_symbols}
 
 
 @dataclass
@@ -78,26 +82,25 @@ class Binding:
             return size
         expr = size.node.expr
         if expr not in self.cache:
-            number = _at(expr, self.numbers)
+            number = self.number(expr)
             if isinstance(size, torch.SymInt) and number != int(number):
                 raise ValueError(f"size {expr} is not whole at {self.numbers}")
             kind = {torch.SymInt: int, torch.SymBool: bool, torch.SymFloat: float}[type(size)]
             self.cache[expr] = kind(number)
         return self.cache[expr]
 
+    def number(self, expr: Any) -> Any:
+        """The value of an expression of the symbols, by plain Python arithmetic."""
+        return sympy_interp(PythonReferenceAnalysis, self.numbers, expr)
+
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Concrete shape of a tensor node."""
         return tuple(self.extent(s) for s in value(node).shape)
 
 
-def _at(expr: Any, numbers: dict[sympy.Symbol, int]) -> Any:
-    """The value of an expression at whole numbers, by plain Python arithmetic."""
-    return sympy_interp(PythonReferenceAnalysis, numbers, expr)
-
-
-def _holds(guard: Any, numbers: dict[sympy.Symbol, int]) -> bool:
+def _holds(guard: Any, binding: Binding) -> bool:
     try:
-        return bool(_at(guard, numbers))
+        return bool(binding.number(guard))
     except Exception:  # noqa: BLE001 - an expression that cannot be read is no promise kept
         return False
 
@@ -125,14 +128,15 @@ class SizeBinder:
             An empty list means that no small sizes satisfy the graph's own guards.
         """
         values = [value(n) for n in nodes]
-        free = symbols_of(values)
-        if not free:
+        sizes = _expressions(values)
+        if not sizes:
             return [Binding({})]
+        free = {symbol for expr in sizes for symbol in expr.free_symbols}
         position = symbols_of([value(score).shape[-1]])
         lead = symbols_of(list(value(score).shape[:-1]))
         position = position - lead or position
-        key = (frozenset(free), frozenset(position), at_least, count)
-        if key in self._found and all(_whole(b, values) for b in self._found[key]):
+        key = (sizes, frozenset(position), at_least, count)
+        if key in self._found:
             return self._found[key]
         env = next(
             v.fake_mode.shape_env
@@ -147,8 +151,9 @@ class SizeBinder:
                     numbers[s] == found[0].numbers[s] for s in free if not _fixed(env, s)
                 ):
                     continue
-                if all(_holds(g, numbers) for g in guards) and _whole(Binding(numbers), values):
-                    found.append(Binding(numbers))
+                made = Binding(numbers)
+                if all(_holds(g, made) for g in guards) and _whole(made, sizes):
+                    found.append(made)
                     break
             if len(found) == count:
                 break
@@ -170,15 +175,13 @@ def _fixed(env: Any, symbol: sympy.Symbol) -> bool:
     return known is not None and bool(known.lower == known.upper)
 
 
-def _whole(binding: Binding, values: list[Any]) -> bool:
+def _whole(binding: Binding, sizes: Iterable[Any]) -> bool:
+    """Whether sizes come out as whole numbers that a tensor may have."""
     try:
-        for item in values:
-            for extent in item.shape if isinstance(item, torch.Tensor) else ():
-                if binding.extent(extent) < 0:
-                    return False
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        numbers = [binding.number(expr) for expr in sizes]
+        return all(n == int(n) and n >= 0 for n in numbers)
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, OverflowError):
         return False
-    return True
 
 
 def _assignments(

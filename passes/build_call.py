@@ -7,24 +7,32 @@ import operator
 import torch
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout, Roles
-from dsa_compile.passes.graph_tools import Emitter, aten, dtype_of, op_name, value
-from dsa_compile.passes.prove_candidates import Candidates
+from dsa_compile.passes.arrange_axes import Layout
+from dsa_compile.passes.assign_roles import Roles
+from dsa_compile.passes.candidate_ids import Candidates
+from dsa_compile.passes.emit_nodes import Emission, Emitter
+from dsa_compile.passes.graph_tools import aten, value
 from dsa_compile.passes.read_bounds import BoundReader
 from dsa_compile.passes.read_selection import Selection
+from dsa_compile.passes.score_trace import ScoreTrace
 from dsa_compile.passes.split_masks import Masks, predicate
-from dsa_compile.passes.trace_scores import ScoreTrace
 
 
 class CallBuilder:
     """Emits operands, masks, the call, and its outputs in the model's layout, after the scores."""
 
     def __init__(
-        self, graph: fx.Graph, trace: ScoreTrace, roles: Roles, masks: Masks, selection: Selection
+        self,
+        graph: fx.Graph,
+        trace: ScoreTrace,
+        roles: Roles,
+        masks: Masks,
+        selection: Selection,
+        emission: Emission,
     ) -> None:
         self.trace, self.roles, self.masks, self.selection = trace, roles, masks, selection
         self.graph = graph
-        self.emit = Emitter(graph, self._place(trace.score, selection))
+        self.emit = Emitter(graph, self._place(trace.score, selection), emission)
         self.layout = Layout(roles.labels, self.emit)
 
     @staticmethod
@@ -121,6 +129,3 @@ class CallBuilder:
         axes = [list(roles.batch), list(roles.rows), last]
         labels.of[node] = axes
         return self.layout.canonical(node, axes, [*roles.lead, last])
-
-
-__all__ = ["CallBuilder", "dtype_of", "op_name"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
+from dsa_compile.passes.emit_nodes import Emission
 from dsa_compile.passes.sites import Site, SitePair
 
 
@@ -27,20 +28,21 @@ class MatchOptions:
 
 @dataclass
 class Recorder:
-    """Collects the sites of one pipeline run; the only mutable part of a context."""
+    """Collects the sites of one pipeline run."""
 
     sites: list[Site] = field(default_factory=list)
     pairs: list[SitePair] = field(default_factory=list)
-    proofs: dict[object, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a pass may read besides the graph: options, the provider's name, and the recorder."""
+    """What a pass may read besides the graph: options, the provider's name, and what one run
+    of the passes collects and remembers."""
 
     options: MatchOptions = field(default_factory=MatchOptions)
     provider: str = "cpu"
     recorder: Recorder = field(default_factory=Recorder)
+    emission: Emission = field(default_factory=Emission)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ import operator
 import torch
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout
+from dsa_compile.passes.arrange_axes import Layout
 from dsa_compile.passes.axis_labels import Axes, LabelError, Labels
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.context import PassContext, PassResult
+from dsa_compile.passes.emit_nodes import Emitter
 from dsa_compile.passes.gather_columns import ColumnGatherer, Frame
-from dsa_compile.passes.graph_tools import Emitter, ancestors, is_tensor, value
+from dsa_compile.passes.graph_tools import ancestors, erase_unused, is_tensor
 from dsa_compile.passes.mask_terms import mask_leaf
-from dsa_compile.passes.prove_candidates import draw_masks, mask_leaves
-from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, needed
-from dsa_compile.passes.trace_scores import Refusal
+from dsa_compile.passes.run_probe import Draw, ProbeError, draw_masks, evaluate, mask_leaves, needed
+from dsa_compile.passes.score_trace import Refusal
 
 _SELECT = "dsa.indexer_select.default"
 
@@ -38,13 +38,12 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     ]
     binder = SizeBinder()
     for call in calls:
-        _expand(graph, call, binder)
-    graph.eliminate_dead_code()
+        _expand(Emitter(graph, call, context.emission), call, binder)
+    erase_unused(graph, calls)
     return PassResult(graph_module, bool(calls))
 
 
-def _expand(graph: fx.Graph, call: fx.Node, binder: SizeBinder) -> None:
-    emit = Emitter(graph, call)
+def _expand(emit: Emitter, call: fx.Node, binder: SizeBinder) -> None:
     given = dict(call.kwargs)
     query, key, weights = call.args
     assert isinstance(key, fx.Node)
@@ -161,6 +160,3 @@ def _gathered(emit: Emitter, mask: fx.Node, columns: fx.Node) -> fx.Node:
     lead = [emit.size(columns, d) for d in (0, 1)]
     whole = emit(torch.ops.aten.expand.default, mask, [*lead, emit.size(mask, 2)])
     return emit(torch.ops.aten.gather.default, whole, -1, columns)
-
-
-__all__ = ["run", "sparse_block", "value"]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout
-from dsa_compile.passes.axis_labels import Axes, Axis, Labels, lower_axes, pointwise
+from dsa_compile.passes.arrange_axes import Layout
+from dsa_compile.passes.axis_labels import Axes, Axis, Labels
 from dsa_compile.passes.graph_tools import CASTS, aten, dtype_of, is_tensor, is_view, op_name, value
+from dsa_compile.passes.lower_axes import lower_axes, pointwise
 from dsa_compile.passes.read_bounds import arange_bounds
 from dsa_compile.passes.recognise_ops import constant_of
 

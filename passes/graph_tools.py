@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,17 +29,21 @@ HEAVY = CONTRACTIONS | frozenset(
 )
 
 
-def op_name(node: object) -> str:
-    """The op of a node without namespace and overload (``"topk"``), ``""`` for other nodes."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return ""
-    target = node.target
+@cache
+def _target_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[-1]
+        name = target.__name__.partition(".")[0]
         return _OPERATORS.get(name, name)
     if isinstance(target, torch._ops.OpOverloadPacket):
         return str(target).split(".")[-1]
     return getattr(target, "__name__", str(target))
+
+
+def op_name(node: object) -> str:
+    """The op of a node without namespace and overload (``"topk"``), ``""`` for other nodes."""
+    if isinstance(node, fx.Node) and node.op == "call_function":
+        return _target_name(node.target)
+    return ""
 
 
 def namespace(node: fx.Node) -> str:
@@ -107,11 +112,16 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
 
 
 def selection_root(node: fx.Node) -> fx.Node | None:
-    """The top-k or sort whose output a node is, looking through ``getitem``; else None."""
-    if op_name(node) == "getitem" and op_name(node.args[0]) in SELECTIONS:
-        assert isinstance(node.args[0], fx.Node)
-        return node.args[0]
-    return node if op_name(node) == "argsort" else None
+    """The top-k or sort of scores whose output a node is, looking through ``getitem``; else None.
+
+    An order of integers is none: it rearranges picks that are there already.
+    """
+    root = node.args[0] if op_name(node) == "getitem" else node
+    if not isinstance(root, fx.Node) or op_name(root) not in SELECTIONS:
+        return None
+    if root is node and op_name(node) != "argsort":
+        return None
+    return root if is_float(root.args[0]) else None
 
 
 def ancestors(
@@ -128,6 +138,22 @@ def ancestors(
         if not stop(node):
             stack.extend(node.all_input_nodes)
     return list(seen)
+
+
+def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase nodes that nobody reads, and what only they read; never an effect or an input.
+
+    On large graphs much faster than ``Graph.eliminate_dead_code``, which asks every node whether
+    it is pure, read or not.
+    """
+    stack, gone = list(nodes), set()
+    while stack:
+        node = stack.pop()
+        unused = node not in gone and node.op == "call_function" and not node.users
+        if unused and not node.is_impure():
+            stack.extend(node.all_input_nodes)
+            graph.erase_node(node)
+            gone.add(node)
 
 
 def signature(nodes: Iterable[fx.Node], leaf: Callable[[fx.Node], bool]) -> Hashable:
@@ -169,50 +195,3 @@ def where_in_model(node: fx.Node) -> str:
         return node.name
     parts = lines[-1].split(", ")
     return parts[0][len("File ") :].strip('"') + ":" + parts[1].removeprefix("line ")
-
-
-class Emitter:
-    """Adds call nodes after a place in a graph, each with its fake value.
-
-    Every emitted node carries ``meta["val"]``, so that later passes see shapes and dtypes.
-    """
-
-    def __init__(self, graph: fx.Graph, after: fx.Node) -> None:
-        self.graph = graph
-        self.after = after
-        self._sizes: dict[Any, Any] = {}
-        self.trace = after.meta.get("stack_trace", "")
-        self.mode = next((v.fake_mode for v in _fakes(graph) if hasattr(v, "fake_mode")), None)
-
-    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_after(self.after):
-            node = self.graph.call_function(target, args, kwargs)
-        self.after = node
-        plain_args, plain_kwargs = fx.map_arg((args, kwargs), value)
-        if self.mode is None:
-            node.meta["val"] = target(*plain_args, **plain_kwargs)
-        else:
-            with self.mode, torch.no_grad():
-                node.meta["val"] = target(*plain_args, **plain_kwargs)
-        node.meta["stack_trace"] = self.trace
-        return node
-
-    def size(self, node: fx.Node, dim: int) -> fx.Node | int:
-        """The size of a dim as an argument: an int where static, else a ``sym_size`` node."""
-        extent = value(node).shape[dim]
-        if isinstance(extent, int):
-            return extent
-        expr = extent.node.expr
-        if expr not in self._sizes:
-            # One node a size, so that what is computed from it is equal for all layers.
-            same = (n for n in self.graph.nodes if is_size(n) and value(n).node.expr == expr)
-            first = next(same, None)
-            usable = first is not None and (first < self.after or first is self.after)
-            self._sizes[expr] = first if usable else self(aten.sym_size.int, node, dim)
-        return self._sizes[expr]
-
-
-def _fakes(graph: fx.Graph) -> Iterator[torch.Tensor]:
-    for node in graph.nodes:
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            yield node.meta["val"]

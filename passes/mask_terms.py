@@ -9,10 +9,11 @@ import torch
 import torch.fx as fx
 
 from dsa_compile.passes.assign_roles import Roles
-from dsa_compile.passes.axis_labels import Axes, lower_axes
+from dsa_compile.passes.axis_labels import Axes
 from dsa_compile.passes.graph_tools import (
     CASTS,
     HEAVY,
+    SELECTIONS,
     ancestors,
     dtype_of,
     is_float,
@@ -21,8 +22,9 @@ from dsa_compile.passes.graph_tools import (
     op_name,
     selection_root,
 )
+from dsa_compile.passes.lower_axes import lower_axes
 from dsa_compile.passes.recognise_ops import constant_of, is_constant
-from dsa_compile.passes.trace_scores import HIDING, Refusal
+from dsa_compile.passes.score_trace import HIDING, Refusal
 
 # An added constant below this is meant to hide.
 _LARGE = -1000.0
@@ -50,8 +52,13 @@ class Term:
 
 
 def mask_leaf(node: fx.Node) -> bool:
-    """Where the reading of a mask stops: inputs, selections, and heavy float computations."""
+    """Where the reading of a mask stops: inputs, selections, and heavy float computations.
+
+    An order of integers is read through: it rearranges ids, whatever they are.
+    """
     if is_constant(node):
+        return False
+    if op_name(node) in SELECTIONS and not is_float(node.args[0]):
         return False
     if node.op != "call_function" or not is_tensor(node):
         return True

@@ -13,18 +13,11 @@ import torch.fx as fx
 
 import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
 from dsa_compile.passes.context import PassContext, PassResult
-from dsa_compile.passes.graph_tools import (
-    op_name,
-    where_in_model,
-)
-from dsa_compile.passes.match_site import Looked, Shared, SiteMatcher, ranked_scores
-from dsa_compile.passes.read_selection import (
-    constant_k,
-    read_selection,
-    selections,
-)
+from dsa_compile.passes.graph_tools import erase_unused, op_name, where_in_model
+from dsa_compile.passes.match_site import Looked, Shared, SiteMatcher
+from dsa_compile.passes.read_selection import constant_k, ranked_scores, read_selection, selections
+from dsa_compile.passes.score_trace import Refusal
 from dsa_compile.passes.sites import Site, SitePair
-from dsa_compile.passes.trace_scores import Refusal
 
 log = logging.getLogger("dsa_compile")
 
@@ -37,10 +30,10 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
         context: its recorder receives one :class:`Site` a selection and one pair a replacement.
     """
     graph = graph_module.graph
-    shared = Shared()
     found = selections(graph)
-    scores = {n.args[0] for n in found}
-    ranked = [n for n in found if ranked_scores(n, scores) is None]  # type: ignore[arg-type]
+    scores = {s for n in found if isinstance(s := n.args[0], fx.Node)}
+    shared = Shared(scores)
+    ranked = [n for n in found if ranked_scores(n, scores) is None]
     results: list[tuple[Site, SitePair | None]] = []
     # Later sites first: a consumer is proven on its source's own selection, before its removal.
     for node in reversed(ranked):
@@ -50,7 +43,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
             context.recorder.pairs.append(replace(pair, site=len(context.recorder.sites)))
         context.recorder.sites.append(site)
     changed = any(pair is not None for _, pair in results)
-    graph.eliminate_dead_code()
+    erase_unused(graph, graph.nodes)
     return PassResult(graph_module, changed)
 
 
@@ -60,14 +53,13 @@ def _look_at(
     """Match one selection; a refusal leaves the graph as it was and becomes the site's reason."""
     looked = Looked()
     where = where_in_model(node)
-    before = set(graph.nodes)
+    count = len(context.emission.added)
     try:
         selection = read_selection(node)
         site, pair = SiteMatcher(graph, selection, shared, context, looked).match()
         return replace(site, where=where), pair
     except Exception as error:  # noqa: BLE001 - a fault in here must cost a match, never a model
-        for fresh in reversed([n for n in graph.nodes if n not in before]):
-            graph.erase_node(fresh)
+        context.emission.erase_since(count)
         refusal = error if isinstance(error, Refusal) else _unforeseen(error)
         k = constant_k(node.args[1]) if op_name(node) == "topk" else None  # type: ignore[arg-type]
         site = Site(

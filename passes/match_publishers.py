@@ -21,10 +21,17 @@ from dsa_compile.passes.graph_tools import (
     value,
     where_in_model,
 )
-from dsa_compile.passes.prove_candidates import draw_masks, mask_leaves
 from dsa_compile.passes.recognise_ops import constant_of
-from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate, needed
-from dsa_compile.passes.trace_scores import HIDING, Refusal
+from dsa_compile.passes.run_probe import (
+    Draw,
+    EagerLayout,
+    ProbeError,
+    draw_masks,
+    evaluate,
+    mask_leaves,
+    needed,
+)
+from dsa_compile.passes.score_trace import HIDING, Refusal
 
 _SHAPING = frozenset({"pad", "constant_pad_nd", "slice", "_to_copy", "to"})
 
@@ -40,6 +47,7 @@ class Publisher:
         ranked: input of the block selection if it is the maxima, pinned or plain; else None.
         selection: the block selection, None where only the maxima are replaced.
         pinned: condition and value of the pin, if any.
+        missing: what positions beyond the last block's end count as; None where there are none.
     """
 
     score: fx.Node
@@ -49,6 +57,19 @@ class Publisher:
     selection: fx.Node | None = None
     pinned: tuple[fx.Node, float] | None = None
     newest: bool = field(default=False)
+    missing: float | None = None
+
+    def fill(self, call: fx.Node) -> float:
+        """What hidden and missing positions count as in the block maxima.
+
+        An added mask hides nothing from the call itself: the padding alone says it then.
+        """
+        hides = any(call.kwargs.get(name) is not None for name in ("row_start", "row_end", "mask"))
+        if not hides and self.missing is not None:
+            return self.missing
+        given = call.kwargs.get("fill", float("-inf"))
+        assert isinstance(given, float)
+        return given
 
     def prove(self, roles: Roles, call: fx.Node) -> None:
         """Run the model's block maxima on drawn scores and compare; then its pin.
@@ -60,7 +81,7 @@ class Publisher:
         total = roles.labels.extent(roles.positions)
         draw = Draw(torch.Generator().manual_seed(11), total)
         shape = binding.shape(self.score)
-        fill: Any = call.kwargs.get("fill", float("-inf"))
+        fill = self.fill(call)
         pin = self.pinned[0] if self.pinned else None
         end = call.kwargs.get("row_end")
         extra = [n for n in (pin, end) if isinstance(n, fx.Node)]
@@ -116,6 +137,8 @@ class Publisher:
         emit.after = call
         kwargs = {k: v for k, v in call.kwargs.items() if k not in ("block_ids", "anchored")}
         kwargs["block_size"] = self.block_size
+        if (fill := self.fill(call)) != float("-inf"):
+            kwargs["fill"] = fill
         if self.selection is not None:
             kwargs["num_blocks"] = self.selection.args[1]
             number = self.selection.args[1]
@@ -147,7 +170,7 @@ def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:
     """
     if len(extra) != 1:
         raise Refusal(_also(extra[0]), 6)
-    node, block = extra[0], None
+    node, block, missing = extra[0], None, None
     while True:
         name = op_name(node)
         if name == "amax" or name == "max" and str(node.target) == "aten.max.dim":
@@ -157,12 +180,14 @@ def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:
             fill = constant_of(node.args[-1]) if len(node.args) > 2 else 0.0
             if len(pads) != 2 or fill is None or fill > HIDING:  # type: ignore[arg-type]
                 raise Refusal(_also(node), 6)
+            missing = fill
         elif name == "cat":
             parts: Any = node.args[0]
             last = node.args[1] if len(node.args) > 1 else 0
             tail = constant_of(parts[-1]) if len(parts) == 2 else None
             if tail is None or tail > HIDING or last not in (-1, value(node).dim() - 1):
                 raise Refusal(_also(node), 6)
+            missing = tail
         elif not (is_view(node) or name in _SHAPING):
             raise Refusal(_also(extra[0]), 6)
         if len(node.users) != 1:
@@ -180,7 +205,7 @@ def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:
     size = _block_size(block)
     if size is None:
         raise Refusal("the size of the published blocks is no constant", 6)
-    publisher = Publisher(score, node, size)
+    publisher = Publisher(score, node, size, missing=missing)
     _read_ranking(publisher)
     return publisher
 

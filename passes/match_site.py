@@ -15,51 +15,31 @@ from dsa_compile.passes.assign_roles import Roles, assign_roles
 from dsa_compile.passes.axis_labels import LabelError
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.build_call import CallBuilder
-from dsa_compile.passes.check_slots import (
-    Guards,
-    check_hidden,
-    check_leak,
-    plain_validity,
-    unguarded_use,
-)
+from dsa_compile.passes.candidate_ids import Candidates, with_atom
+from dsa_compile.passes.check_slots import check_hidden, check_leak, plain_validity, unguarded_use
 from dsa_compile.passes.context import PassContext
+from dsa_compile.passes.emit_nodes import Emitter
 from dsa_compile.passes.graph_tools import (
-    Emitter,
     ancestors,
     aten,
     dtype_of,
-    is_float,
     is_size,
     is_tensor,
-    is_view,
     op_name,
-    selection_root,
     signature,
     value,
-    where_in_model,
 )
 from dsa_compile.passes.mask_terms import Term, mask_leaf
-from dsa_compile.passes.match_publishers import Publisher, read_publisher
-from dsa_compile.passes.prove_candidates import (
-    CandidateProver,
-    Candidates,
-    block_hint,
-    mask_leaves,
-    with_atom,
-)
+from dsa_compile.passes.prove_candidates import CandidateProver, block_hint
 from dsa_compile.passes.prove_indexer import IndexerProver
-from dsa_compile.passes.read_selection import (
-    Picked,
-    Selection,
-    constant_k,
-    picked,
-    selections,
-)
+from dsa_compile.passes.read_selection import Selection, constant_k, ranked_scores
+from dsa_compile.passes.read_users import Users, read_users
 from dsa_compile.passes.recognise_ops import never_negative
-from dsa_compile.passes.run_probe import TooLarge, memory, needed
+from dsa_compile.passes.run_probe import TooLarge, mask_leaves, memory, needed
+from dsa_compile.passes.score_trace import MaskEvent, Refusal, ScoreTrace
 from dsa_compile.passes.sites import Site, SitePair
 from dsa_compile.passes.split_masks import Masks, is_candidate, split_masks
-from dsa_compile.passes.trace_scores import MaskEvent, Refusal, ScoreTrace, Walker
+from dsa_compile.passes.trace_scores import Walker
 
 
 @dataclass
@@ -75,27 +55,18 @@ class Looked:
 
 @dataclass
 class Shared:
-    """What the sites of one graph share: the walk's memory, sizes, and proofs of equal parts."""
+    """What the sites of one graph share.
 
+    Attributes:
+        scores: what the selections of the graph rank.
+        walker, binder: remember what they met.
+        proofs: of equal parts, by signature.
+    """
+
+    scores: set[fx.Node]
     walker: Walker = field(default_factory=Walker)
     binder: SizeBinder = field(default_factory=SizeBinder)
     proofs: dict[Hashable, Any] = field(default_factory=dict)
-
-
-def ranked_scores(node: fx.Node, scores: set[fx.Node]) -> fx.Node | None:
-    """The scores, ranked by another selection, whose maxima over blocks a selection ranks."""
-    stack: list[object] = [node.args[0]]
-    seen: set[fx.Node] = set()
-    while stack:
-        top = stack.pop()
-        if not isinstance(top, fx.Node) or top in seen or len(seen) > 48:
-            continue
-        seen.add(top)
-        if top in scores and top is not node.args[0]:
-            return top if any(op_name(n) in ("amax", "max") for n in seen) else None
-        if is_float(top) or op_name(top) == "max":
-            stack.extend(n for n in top.all_input_nodes if selection_root(n) is None)
-    return None
 
 
 class SiteMatcher:
@@ -111,6 +82,7 @@ class SiteMatcher:
     ) -> None:
         self.graph, self.selection, self.shared = graph, selection, shared
         self.options, self.provider = context.options, context.provider
+        self.emission = context.emission
         self.looked = looked
 
     def match(self) -> tuple[Site, SitePair]:
@@ -126,11 +98,12 @@ class SiteMatcher:
             raise Refusal(f"axes of a mask cannot be followed: {error}", 5) from None
         if masks.candidate:
             self.looked.kind = "consumer"
-        publisher, guards, gathers = self._users(trace, roles, masks)
+        users = read_users(self.selection, trace, roles, masks)
+        publisher, guards = users.publisher, users.guards
         if publisher is not None:
             self.looked.kind, self.looked.block_size = "source", publisher.block_size
         candidates = self._candidates(trace, roles, masks)
-        builder = CallBuilder(self.graph, trace, roles, masks, self.selection)
+        builder = CallBuilder(self.graph, trace, roles, masks, self.selection, self.emission)
         try:
             call = builder.build(candidates)
             self._prove(trace, bound, roles, call)
@@ -160,7 +133,7 @@ class SiteMatcher:
                     publisher.prove(assign_roles(trace, other), call)
         except LabelError as error:
             raise Refusal(f"axes cannot be followed: {error}", 5) from None
-        return self._replace(builder, call, publisher, gathers)
+        return self._replace(builder, call, users)
 
     def _bind(self, trace: ScoreTrace) -> list[Binding]:
         masks = [e.mask for e in trace.masks]
@@ -186,56 +159,6 @@ class SiteMatcher:
                 5,
             )
         return found
-
-    def _users(
-        self, trace: ScoreTrace, roles: Roles, masks: Masks
-    ) -> tuple[Publisher | None, Guards, list[Picked]]:
-        """Who else reads the scores: gathers at the picks, a publisher, or one that forbids it."""
-        selection = self.selection
-        gathers = self._picks([trace.score])
-        seen = [n for e in trace.masks if (n := _visibility(e)) is not None]
-        flags = [
-            pick
-            for pick in self._picks(list(dict.fromkeys(seen)))
-            if len(trace.masks) == 1 or _implies(pick.node.args[0], masks)
-        ]
-        guards = Guards(
-            frozenset({*selection.values, *(p.node for p in gathers)}),
-            frozenset(p.node for p in flags),
-            frozenset(p.node for p in [*gathers, *flags] if p.order is not None),
-            masks.floor,
-            masks.exact,
-            roles.labels.binding,
-        )
-        own = {selection.node, *(p.node for p in gathers)}
-        extra = [u for u in trace.score.users if u not in own and not _only_shape(u)]
-        for node in trace.path:
-            if node is trace.score:
-                continue
-            for user in node.users:
-                read = not (
-                    user in trace.path or _only_shape(user) or self._own_compare(user, trace)
-                )
-                if read and selection.node is not user:
-                    raise Refusal(
-                        f"its scores are also used by {op_name(user) or user.op} at "
-                        f"{where_in_model(user)}",
-                        6,
-                    )
-        if not extra:
-            return None, guards, gathers
-        return read_publisher(trace.score, extra), guards, gathers
-
-    def _picks(self, sources: list[fx.Node]) -> list[Picked]:
-        users = [u for n in sources for u in n.users if op_name(u) == "gather" and u.args[0] is n]
-        return [p for u in users if (p := picked(u, self.selection)) is not None]
-
-    @staticmethod
-    def _own_compare(user: fx.Node, trace: ScoreTrace) -> bool:
-        """A comparison that belongs to a relu spelled ``where(x > 0, x, 0)``."""
-        return op_name(user) in ("gt", "ge", "lt", "le") and all(
-            u in trace.path for u in user.users
-        )
 
     def _candidates(self, trace: ScoreTrace, roles: Roles, masks: Masks) -> Candidates | None:
         if not masks.candidate:
@@ -268,9 +191,7 @@ class SiteMatcher:
         root = candidates.root
         if root is None or op_name(root) != "topk" or not plain_validity(candidates):
             return False
-        scores = {s for n in selections(self.graph) if isinstance(s := n.args[0], fx.Node)}
-        scores -= {root.args[0]}
-        source = ranked_scores(root, scores)
+        source = ranked_scores(root, self.shared.scores - {root.args[0]})
         if source is None:
             return False
         try:
@@ -323,10 +244,9 @@ class SiteMatcher:
         self,
         builder: CallBuilder,
         call: fx.Node,
-        publisher: Publisher | None,
-        gathers: list[Picked],
+        users: Users,
     ) -> tuple[Site, SitePair]:
-        selection, trace = self.selection, builder.trace
+        selection, trace, publisher = self.selection, builder.trace, users.publisher
         old_name = selection.indices[0].name if selection.indices else selection.node.name
         swaps: list[tuple[fx.Node, fx.Node]] = []
         if publisher is not None:
@@ -334,10 +254,10 @@ class SiteMatcher:
         values, indices = builder.outputs(call)
         swaps += [(n, _as(builder.emit, indices, dtype_of(n))) for n in selection.indices]
         swaps += [(n, _as(builder.emit, values, dtype_of(n))) for n in selection.values]
-        for pick in gathers:
+        for pick in users.gathers:
             found = values
             if pick.order is not None:
-                emit = Emitter(self.graph, pick.node)
+                emit = Emitter(self.graph, pick.node, self.emission)
                 order = emit(operator.getitem, pick.order, 1)
                 found = emit(aten.gather.default, values, -1, order)
                 swaps.append((pick.node, _as(emit, found, dtype_of(pick.node))))
@@ -372,49 +292,3 @@ def _shape(roles: Roles) -> Hashable:
 
 def _as(emit: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if dtype_of(node) == dtype else emit(aten._to_copy.default, node, dtype=dtype)
-
-
-def _visibility(event: MaskEvent) -> fx.Node | None:
-    """The boolean node that is True where a mask shows a position, if there is one."""
-    if event.kind == "show":
-        return event.mask
-    negated = op_name(event.mask) in ("bitwise_not", "logical_not")
-    source = event.mask.args[0] if negated and event.kind == "hide" else None
-    return source if isinstance(source, fx.Node) else None
-
-
-def _implies(node: object, masks: Masks) -> bool:
-    """Whether a conjunction holds the candidate term among its parts."""
-    wanted = {t.node for t in masks.candidate if t.want}
-    stack, seen = [node], 0
-    while stack and seen < 24:
-        top, seen = stack.pop(), seen + 1
-        if not isinstance(top, fx.Node):
-            continue
-        if top in wanted:
-            return True
-        if (
-            op_name(top) in ("bitwise_and", "logical_and")
-            or is_view(top)
-            or op_name(top) == "slice"
-        ):
-            stack.extend(top.all_input_nodes)
-    return False
-
-
-def _only_shape(user: fx.Node) -> bool:
-    """Users that read sizes or fill a tensor of the same shape, not scores."""
-    return op_name(user) in (
-        "sym_size",
-        "full_like",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "_assert_tensor_metadata",
-        "new_full",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "dim",
-        "sym_numel",
-    )

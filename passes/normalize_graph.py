@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from dsa_compile.passes.context import PassContext, PassResult
-from dsa_compile.passes.graph_tools import aten, is_size, op_name, value
+from dsa_compile.passes.graph_tools import aten, erase_unused, is_size, op_name, value
 
 _FILLS = {
     "zeros_like": 0,
@@ -35,7 +36,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
             changed = True
     changed |= _detach_shapes(graph)
     _hoist_sizes(graph)
-    graph.eliminate_dead_code()
+    erase_unused(graph, graph.nodes)
     return PassResult(graph_module, changed)
 
 
@@ -53,8 +54,13 @@ def _detach_shapes(graph: fx.Graph) -> bool:
                 graph.erase_node(node)
                 changed = True
                 continue
-            if op_name(node) == "sym_size" and expr in carriers:
-                node.args = carriers[expr]
+            if op_name(node) == "sym_size":
+                parts = None if carriers[expr][0] is not node.args[0] else _size_parts(node)
+                if parts is not None:
+                    node = _sum_of(graph, node, parts, known, carriers)
+                    changed = True
+                else:
+                    node.args = carriers[expr]
             known.setdefault(expr, node)
         elif isinstance(recorded, torch.Tensor):
             if op_name(node) in _FILLS:
@@ -63,6 +69,70 @@ def _detach_shapes(graph: fx.Graph) -> bool:
                 if isinstance(extent, torch.SymInt):
                     carriers.setdefault(extent.node.expr, (node, dim))
     return changed
+
+
+def _size_parts(node: fx.Node) -> list[Any] | None:
+    """What the size of a padded, joined or reshaped dim is the sum of: sizes, or (tensor, dim)."""
+    made, dim = node.args
+    if not isinstance(made, fx.Node) or not isinstance(dim, int):
+        return None
+    name, rank = op_name(made), value(made).dim()
+    args: Any = made.args
+    if name in ("constant_pad_nd", "pad"):
+        pads = list(args[1])
+        first = 2 * (rank - 1 - dim % rank)
+        return [(args[0], dim), *pads[first : first + 2]]
+    if name == "cat":
+        along = args[1] if len(args) > 1 else 0
+        return [(part, dim) for part in args[0]] if (along - dim) % rank == 0 else None
+    if name in ("view", "reshape", "expand") and value(args[1][dim]) != -1:
+        return [args[1][dim]]
+    return None
+
+
+def _sum_of(
+    graph: fx.Graph,
+    node: fx.Node,
+    parts: list[Any],
+    known: dict[Any, fx.Node],
+    carriers: dict[Any, tuple[fx.Node, int]],
+) -> fx.Node:
+    """The sum of sizes in place of a size that a large tensor was kept for."""
+    sizes: list[fx.Node | int] = []
+    with graph.inserting_before(node):
+        for part in parts:
+            if not isinstance(part, tuple):
+                sizes.append(part)
+                continue
+            extent = value(part[0]).shape[part[1]]
+            sizes.append(
+                extent if isinstance(extent, int) else _known(graph, extent, known, carriers)
+            )
+        total = sizes[0]
+        for size in sizes[1:]:
+            if isinstance(size, int) and size == 0:
+                continue
+            added = graph.call_function(operator.add, (total, size))
+            added.meta["val"] = value(total) + value(size)
+            total = added
+    assert isinstance(total, fx.Node)
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+    return total
+
+
+def _known(
+    graph: fx.Graph,
+    extent: torch.SymInt,
+    known: dict[Any, fx.Node],
+    carriers: dict[Any, tuple[fx.Node, int]],
+) -> fx.Node:
+    """The node of a size, added at the place of insertion if there is none yet."""
+    expr = extent.node.expr
+    if expr not in known:
+        known[expr] = graph.call_function(aten.sym_size.int, carriers[expr])
+        known[expr].meta["val"] = extent
+    return known[expr]
 
 
 def _hoist_sizes(graph: fx.Graph) -> None:
@@ -107,11 +177,7 @@ def _fill_by_size(
             if isinstance(extent, int):
                 sizes.append(extent)
                 continue
-            expr = extent.node.expr
-            if expr not in known:
-                known[expr] = graph.call_function(aten.sym_size.int, carriers[expr])
-                known[expr].meta["val"] = extent
-            sizes.append(known[expr])
+            sizes.append(_known(graph, extent, known, carriers))
         fresh = graph.call_function(
             aten.full.default,
             (sizes, fill),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch.fx as fx
 
@@ -45,6 +46,13 @@ def op_counts(graph_module: fx.GraphModule) -> dict[str, int]:
     return dict(sorted(Counter(str(n.target) for n in calls).items()))
 
 
+class _Draft(fx.GraphModule):
+    """A module that is not run: code is generated once, for the finished graph."""
+
+    def recompile(self) -> Any:
+        return None
+
+
 def run_pipeline(
     graph_module: fx.GraphModule, *, options: MatchOptions | None = None, provider: str = "cpu"
 ) -> PipelineResult:
@@ -58,14 +66,15 @@ def run_pipeline(
     Raises:
         ValueError: ``provider`` is not known.
     """
-    graph_module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    draft: fx.GraphModule = _Draft(graph_module, copy.deepcopy(graph_module.graph))
     context = PassContext(options or MatchOptions(), provider, Recorder())
     before = op_counts(graph_module)
     for stage in STAGES:
-        graph_module = stage.run(graph_module, context).graph_module
-    graph_module.graph.lint()
-    graph_module.recompile()
+        stage.run(draft, context)
+    draft.graph.lint()
+    done = fx.GraphModule(draft, draft.graph)
+    done.meta.update(graph_module.meta)
     recorder = context.recorder
     return PipelineResult(
-        graph_module, tuple(recorder.sites), before, op_counts(graph_module), tuple(recorder.pairs)
+        done, tuple(recorder.sites), before, op_counts(done), tuple(recorder.pairs)
     )

@@ -6,19 +6,16 @@ them. What counts as an unused id is found the same way.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout, Roles
-from dsa_compile.passes.axis_labels import Axes
+from dsa_compile.passes.assign_roles import Roles
 from dsa_compile.passes.bind_sizes import Binding
+from dsa_compile.passes.candidate_ids import Candidates, lead_axes, orders, root_of
 from dsa_compile.passes.graph_tools import (
     ancestors,
-    aten,
     dtype_of,
     is_float,
     is_tensor,
@@ -27,98 +24,22 @@ from dsa_compile.passes.graph_tools import (
     value,
 )
 from dsa_compile.passes.mask_terms import Term, mask_leaf
-from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate, needed
-from dsa_compile.passes.trace_scores import Refusal
+from dsa_compile.passes.run_probe import (
+    Draw,
+    EagerLayout,
+    ProbeError,
+    draw_masks,
+    evaluate,
+    mask_leaves,
+    needed,
+)
+from dsa_compile.passes.score_trace import Refusal
 
 _WILD = ("holes", "twice", "beyond", "odd")
 _MAX_BLOCK = 1024
 _EDGES = frozenset(
     {"ge", "gt", "le", "lt", "eq", "ne", "clamp", "clamp_min", "clamp_max", "add", "sub", "slice"}
 )
-
-
-@dataclass(frozen=True)
-class Located:
-    """Candidates of a cone by index; ``lead`` says which order of rows the ids have."""
-
-    ids: int
-    valid: int | None
-    order: int
-    block_size: int
-
-    def at(self, cone: list[fx.Node], roles: Roles) -> Candidates:
-        """The candidates that this describes in a cone equal to the one it was found in."""
-        ids = cone[self.ids]
-        shape = roles.labels.binding.shape(ids)
-        axes = _lead_axes(roles, shape, self.order)
-        valid = None if self.valid is None else cone[self.valid]
-        labels = (*(tuple(a) for a in axes), ())
-        return Candidates(ids, valid, labels, self.block_size, _root_of(ids), self.order)
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The ids behind a membership term.
-
-    Attributes:
-        ids: integer node, its last dim the published ids.
-        valid: boolean node of the same shape, True where an id is used; None if ids say it (< 0).
-        axes: atoms of the ids' dims.
-        block_size: positions a block.
-        root: the selection that made the ids in this graph, None where they come from outside.
-        order: which of the possible orders of rows the leading dims have.
-    """
-
-    ids: fx.Node
-    valid: fx.Node | None
-    axes: tuple[tuple[int, ...], ...]
-    block_size: int
-    root: fx.Node | None
-    order: int
-
-    def located(self, cone: list[fx.Node]) -> Located:
-        """The same finding by places in a cone, so that it serves an equal cone elsewhere."""
-        where = {n: i for i, n in enumerate(cone)}
-        valid = None if self.valid is None else where[self.valid]
-        return Located(where[self.ids], valid, self.order, self.block_size)
-
-    def emit(self, layout: Layout, roles: Roles) -> fx.Node:
-        """The ids as one ``[B|1, S|1, C]`` node, -1 where unused."""
-        node = self.ids
-        if self.valid is not None:
-            node = layout.emit(aten.where.ScalarOther, self.valid, node, -1)
-        axes: Axes = [list(a) for a in self.axes]
-        return layout.canonical(node, axes, [roles.batch, roles.rows, axes[-1]])
-
-
-def mask_leaves(targets: list[fx.Node]) -> list[fx.Node]:
-    """Tensors at which the reading of these masks stops, constants left out."""
-    cone = ancestors(targets, mask_leaf)
-    return [n for n in cone if mask_leaf(n) and is_tensor(n)]
-
-
-def draw_masks(
-    leaves: list[fx.Node], draw: Draw, binding: Binding, *, special: dict[fx.Node, torch.Tensor]
-) -> dict[fx.Node, torch.Tensor]:
-    """Values for the leaves of masks; ``special`` gives some of them."""
-    env: dict[fx.Node, torch.Tensor] = dict(special)
-    roots: dict[fx.Node, dict[str, torch.Tensor]] = {}
-    for node in leaves:
-        if node in env:
-            continue
-        shape = binding.shape(node)
-        root = selection_root(node)
-        if root is not None:
-            if root not in roots:
-                roots[root] = draw.selection(root, binding)
-            env[node] = roots[root]["values" if is_float(node) else "indices"].to(dtype_of(node))
-        elif dtype_of(node) == torch.bool:
-            env[node] = draw.boolean(shape)
-        elif is_float(node):
-            env[node] = draw.addend(shape, dtype_of(node))
-        else:
-            env[node] = draw.integer(shape, dtype_of(node), draw.positions)
-    return env
 
 
 def _hints(cone: list[fx.Node], binding: Binding) -> list[int]:
@@ -155,28 +76,6 @@ def block_hint(terms: tuple[Term, ...]) -> int:
     # A rule that starts at some position or block shows itself only beyond it.
     edge = max(edges)
     return max(3 * block + 1, edge + 2 * block if edge > 64 else (edge + 2) * min(block, 64))
-
-
-def _orders(roles: Roles, rank: int) -> list[Axes]:
-    """Ways in which leading dims of ids may be the rows of the scores."""
-    canonical = [[a] for a in [*roles.batch, *roles.rows]]
-    options: list[Axes] = [roles.lead, canonical, canonical[::-1], [[*roles.batch, *roles.rows]]]
-    out: list[Axes] = []
-    for option in options:
-        for short in (option, [[]] * (rank - len(option)) + option):
-            if len(short) == rank and short not in out:
-                out.append(short)
-    return out
-
-
-def _lead_axes(roles: Roles, shape: tuple[int, ...], order: int) -> Axes:
-    lead = _orders(roles, len(shape) - 1)[order]
-    return [a if s != 1 else [] for a, s in zip(lead, shape[:-1], strict=True)]
-
-
-def _root_of(ids: fx.Node) -> fx.Node | None:
-    roots = {selection_root(n) for n in ancestors([ids], mask_leaf)} - {None}
-    return roots.pop() if len(roots) == 1 else None
 
 
 class CandidateProver:
@@ -235,13 +134,13 @@ class CandidateProver:
                 for n in reversed(ordered)
                 if is_tensor(n) and dtype_of(n) == torch.bool and self.binding.shape(n) == shape
             ]
-            for order, lead in enumerate(_orders(self.roles, len(shape) - 1)):
+            for order, lead in enumerate(orders(self.roles, len(shape) - 1)):
                 extents = [self.roles.labels.extent(a) for a in lead]
                 if any(s not in (1, e) for s, e in zip(shape[:-1], extents, strict=True)):
                     continue
-                labels = (*(tuple(a) for a in _lead_axes(self.roles, shape, order)), ())
+                labels = (*(tuple(a) for a in lead_axes(self.roles, shape, order)), ())
                 for valid in [None, *flags]:
-                    out.append(Candidates(ids, valid, labels, block, _root_of(ids), order))
+                    out.append(Candidates(ids, valid, labels, block, root_of(ids), order))
         return out
 
     def _may_be_ids(self, node: fx.Node) -> bool:
@@ -325,16 +224,3 @@ class CandidateProver:
             f"row {row} {verb} position {position}, {place} its candidate blocks "
             f"{blocks} of {block}"
         )
-
-
-def with_atom(found: Candidates, roles: Roles) -> Candidates:
-    """The same candidates with an atom for the axis of ids, so that it can be laid out."""
-    width = roles.labels.binding.shape(found.ids)[-1]
-    axis = roles.labels.fresh(width)
-    axes: Axes = [*(list(a) for a in found.axes[:-1]), axis]
-    roles.labels.of.setdefault(found.ids, axes)
-    return replace(found, axes=tuple(tuple(a) for a in axes))
-
-
-__all__ = ["CandidateProver", "Candidates", "block_hint", "draw_masks", "mask_leaves", "with_atom"]
-_ = itertools

@@ -11,9 +11,16 @@ import torch.fx as fx
 
 from dsa_compile.passes.assign_roles import Roles
 from dsa_compile.passes.graph_tools import is_float, value
-from dsa_compile.passes.prove_candidates import draw_masks, mask_leaves
-from dsa_compile.passes.run_probe import Draw, EagerLayout, ProbeError, evaluate, needed
-from dsa_compile.passes.trace_scores import HIDING, Refusal, ScoreTrace
+from dsa_compile.passes.run_probe import (
+    Draw,
+    EagerLayout,
+    ProbeError,
+    draw_masks,
+    evaluate,
+    mask_leaves,
+    needed,
+)
+from dsa_compile.passes.score_trace import HIDING, Refusal, ScoreTrace
 
 
 def _epsilon(trace: ScoreTrace) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout, Roles
-from dsa_compile.passes.axis_labels import lower_axes
+from dsa_compile.passes.arrange_axes import Layout
+from dsa_compile.passes.assign_roles import Roles
 from dsa_compile.passes.graph_tools import (
     CASTS,
     aten,
@@ -17,6 +17,7 @@ from dsa_compile.passes.graph_tools import (
     op_name,
     value,
 )
+from dsa_compile.passes.lower_axes import lower_axes
 from dsa_compile.passes.mask_terms import Term, is_bool
 from dsa_compile.passes.recognise_ops import constant_of
 

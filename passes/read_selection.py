@@ -15,9 +15,10 @@ from dsa_compile.passes.graph_tools import (
     is_float,
     is_tensor,
     op_name,
+    selection_root,
     value,
 )
-from dsa_compile.passes.trace_scores import Refusal
+from dsa_compile.passes.score_trace import Refusal
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,22 @@ def constant_size(number: object) -> int | None:
         )
         whole = [int(p) for p in parts if p.is_Integer]
         return min(whole) if whole else None
+    return None
+
+
+def ranked_scores(node: fx.Node, scores: set[fx.Node]) -> fx.Node | None:
+    """The scores, ranked by another selection, whose maxima over blocks a selection ranks."""
+    stack: list[object] = [node.args[0]]
+    seen: set[fx.Node] = set()
+    while stack:
+        top = stack.pop()
+        if not isinstance(top, fx.Node) or top in seen or len(seen) > 48:
+            continue
+        seen.add(top)
+        if top in scores and top is not node.args[0]:
+            return top if any(op_name(n) in ("amax", "max") for n in seen) else None
+        if is_float(top) or op_name(top) == "max":
+            stack.extend(n for n in top.all_input_nodes if selection_root(n) is None)
     return None
 
 

@@ -9,10 +9,20 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout
+from dsa_compile.passes.arrange_axes import Layout
 from dsa_compile.passes.axis_labels import Axes, Axis, Labels
 from dsa_compile.passes.bind_sizes import Binding
-from dsa_compile.passes.graph_tools import ancestors, is_size, is_tensor, op_name, value
+from dsa_compile.passes.graph_tools import (
+    ancestors,
+    dtype_of,
+    is_float,
+    is_size,
+    is_tensor,
+    op_name,
+    selection_root,
+    value,
+)
+from dsa_compile.passes.mask_terms import mask_leaf
 from dsa_compile.passes.recognise_ops import attribute, never_negative
 
 CPU = torch.device("cpu")
@@ -193,3 +203,33 @@ class Draw:
     def boolean(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Mostly True."""
         return self._rand(shape) < 0.75
+
+
+def mask_leaves(targets: list[fx.Node]) -> list[fx.Node]:
+    """Tensors at which the reading of these masks stops, constants left out."""
+    cone = ancestors(targets, mask_leaf)
+    return [n for n in cone if mask_leaf(n) and is_tensor(n)]
+
+
+def draw_masks(
+    leaves: list[fx.Node], draw: Draw, binding: Binding, *, special: dict[fx.Node, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
+    """Values for the leaves of masks; ``special`` gives some of them."""
+    env: dict[fx.Node, torch.Tensor] = dict(special)
+    roots: dict[fx.Node, dict[str, torch.Tensor]] = {}
+    for node in leaves:
+        if node in env:
+            continue
+        shape = binding.shape(node)
+        root = selection_root(node)
+        if root is not None:
+            if root not in roots:
+                roots[root] = draw.selection(root, binding)
+            env[node] = roots[root]["values" if is_float(node) else "indices"].to(dtype_of(node))
+        elif dtype_of(node) == torch.bool:
+            env[node] = draw.boolean(shape)
+        elif is_float(node):
+            env[node] = draw.addend(shape, dtype_of(node))
+        else:
+            env[node] = draw.integer(shape, dtype_of(node), draw.positions)
+    return env

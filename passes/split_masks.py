@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from dsa_compile.passes.assign_roles import Layout, Roles
+from dsa_compile.passes.arrange_axes import Layout
+from dsa_compile.passes.assign_roles import Roles
 from dsa_compile.passes.graph_tools import (
     ancestors,
     aten,
@@ -28,7 +29,7 @@ from dsa_compile.passes.mask_terms import (
     split_flags,
     term,
 )
-from dsa_compile.passes.trace_scores import Refusal, ScoreTrace
+from dsa_compile.passes.score_trace import Refusal, ScoreTrace
 
 _SCATTERS = frozenset(
     {"scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "any", "one_hot"}

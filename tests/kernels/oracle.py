@@ -97,8 +97,8 @@ def block_max_row(
     row, seen = scores(case, b, s), set(visible(case, b, s))
     out = []
     for first in range(0, case.positions, block_size):
-        inside = [row[p] for p in range(first, first + block_size) if p in seen]
-        out.append(_best([(v, 0) for v in inside])[0][0] if inside else fill)
+        inside = [row[p] if p in seen else fill for p in range(first, first + block_size)]
+        out.append(_best([(v, 0) for v in inside])[0][0])
     return out
 
 

@@ -27,14 +27,6 @@ def assert_unchanged(got: Any, want: Any) -> None:
         assert torch.equal(a, b)
 
 
-def assert_same_picks(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Same picks, but for one that ties at the cut: with few heads, scores of exactly 0 do."""
-    rows = zip(got.flatten(0, -2).tolist(), want.flatten(0, -2).tolist(), strict=True)
-    for mine, theirs in rows:
-        assert sum(i >= 0 for i in mine) == sum(i >= 0 for i in theirs)
-        assert len(set(mine) ^ set(theirs)) <= 2, (mine, theirs)
-
-
 @pytest.mark.parametrize(("name", "host"), RUNS)
 def test_a_near_miss_is_kept(name: str, host: str) -> None:
     near: NearMiss = NEAR_MISSES[name]
@@ -45,7 +37,8 @@ def test_a_near_miss_is_kept(name: str, host: str) -> None:
     assert len(got.sites) >= 2, describe(got.sites)
     assert_unchanged(got.outputs[1:], want[1:])
     if near.layers == CONSUMER:
-        assert_same_picks(got.outputs[0][0], want[0][0])
+        with torch.no_grad():
+            assert_as_good(model, inputs[0], got.outputs[:1], want[:1])
     else:
         assert_unchanged(got.outputs, want)
     kept = got.sites if near.layers != CONSUMER else got.sites[-1:]
