@@ -70,11 +70,8 @@ class Layout:
         wanted = [a for g in groups for a in g]
         if not set(flat) <= set(wanted) or len(set(flat)) != len(flat):
             raise Refusal("an axis has no place in an indexer's operands", 5)
-        if (
-            all(len(a) == 1 for a in axes)
-            and len(axes) == len(groups)
-            and [list(a) for a in axes] == [list(g) for g in groups]
-        ):
+        in_place = all(not a or a == g and len(g) == 1 for a, g in zip(axes, groups, strict=False))
+        if len(axes) == len(groups) and in_place:
             return node
         # Dims of size 1 come and go by squeeze: a reshape of symbolic sizes costs more.
         if all(len(a) <= 1 for a in axes):

@@ -15,7 +15,6 @@ from dsa_compile.passes.graph_tools import (
     aten,
     dtype_of,
     is_float,
-    is_tensor,
     is_view,
     op_name,
     value,
@@ -170,7 +169,7 @@ def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:
     """
     if len(extra) != 1:
         raise Refusal(_also(extra[0]), 6)
-    node, block, missing = extra[0], None, None
+    node, missing = extra[0], None
     while True:
         name = op_name(node)
         if name == "amax" or name == "max" and str(node.target) == "aten.max.dim":
@@ -192,17 +191,15 @@ def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:
             raise Refusal(_also(extra[0]), 6)
         if len(node.users) != 1:
             raise Refusal(_also(next(iter(node.users), node)), 6)
-        block = value(node).shape[-1] if is_tensor(node) else None
         node = next(iter(node.users))
     if op_name(node) == "max":
         gets = list(node.users)
         if len(gets) != 1 or gets[0].args[1] != 0:
             raise Refusal(_also(node), 6)
-        block = value(node.args[0]).shape[-1]
+        size = _block_size(node.args[0])
         node = gets[0]
     else:
-        block = value(node.args[0]).shape[-1]
-    size = _block_size(block)
+        size = _block_size(node.args[0])
     if size is None:
         raise Refusal("the size of the published blocks is no constant", 6)
     publisher = Publisher(score, node, size, missing=missing)
@@ -210,8 +207,13 @@ def read_publisher(score: fx.Node, extra: list[fx.Node]) -> Publisher:
     return publisher
 
 
-def _block_size(block: object) -> int | None:
-    """The size of a block: an int, or a size that is one number at every length."""
+def _block_size(parts: object) -> int | None:
+    """The last size of scores by block: an int, or a size that is one number at every length."""
+    if op_name(parts) in ("view", "reshape") and isinstance(parts, fx.Node):
+        written: Any = parts.args[1]
+        if isinstance(written[-1], int) and written[-1] > 0:
+            return written[-1]
+    block = value(parts).shape[-1]
     if isinstance(block, torch.SymInt):
         known = block.node.shape_env.simplify(block.node.expr)
         if known.is_Integer:

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, Spelling]] = {
             form="add",
             publish="ids int64",
             rebuild="scatter of positions",
-            result="-1 by gathered mask",
+            result="-1 by gathered score",
         ),
     ),
     "packed": (
