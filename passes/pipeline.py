@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch.fx as fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dsa_compile.passes import (
     expand_candidates,
@@ -46,13 +46,6 @@ def op_counts(graph_module: fx.GraphModule) -> dict[str, int]:
     return dict(sorted(Counter(str(n.target) for n in calls).items()))
 
 
-class _Draft(fx.GraphModule):
-    """A module that is not run: code is generated once, for the finished graph."""
-
-    def recompile(self) -> Any:
-        return None
-
-
 def run_pipeline(
     graph_module: fx.GraphModule, *, options: MatchOptions | None = None, provider: str = "cpu"
 ) -> PipelineResult:
@@ -66,14 +59,15 @@ def run_pipeline(
     Raises:
         ValueError: ``provider`` is not known.
     """
-    draft: fx.GraphModule = _Draft(graph_module, copy.deepcopy(graph_module.graph))
+    # Python code of a graph is made when it is first called: engines that read the graph need none.
+    done = _LazyGraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    done.meta.update(graph_module.meta)
     context = PassContext(options or MatchOptions(), provider, Recorder())
     before = op_counts(graph_module)
     for stage in STAGES:
-        stage.run(draft, context)
-    draft.graph.lint()
-    done = fx.GraphModule(draft, draft.graph)
-    done.meta.update(graph_module.meta)
+        stage.run(done, context)
+    done.graph.lint()
+    done.recompile()
     recorder = context.recorder
     return PipelineResult(
         done, tuple(recorder.sites), before, op_counts(done), tuple(recorder.pairs)
