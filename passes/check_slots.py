@@ -14,6 +14,7 @@ import torch.fx as fx
 from dsa_compile.passes.candidate_ids import Candidates
 from dsa_compile.passes.graph_tools import (
     CASTS,
+    is_float,
     is_tensor,
     is_view,
     op_name,
@@ -145,6 +146,37 @@ def check_hidden(selection: Selection, guards: Guards, *, one_fill: bool) -> Non
         )
 
 
+def check_thresholds(selection: Selection) -> None:
+    """Refuse where the selected scores are compared with scores that are computed elsewhere.
+
+    Raises:
+        Refusal: equal scores may differ in their last bit there, and the comparison would tell.
+    """
+    seen: set[fx.Node] = set()
+    stack = list(selection.values)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            name = op_name(user)
+            if is_view(user) or name in CASTS or name in _PASSING or name in ("amin", "min"):
+                stack.append(user)
+            elif name in COMPARES and any(
+                is_float(a) and constant_of(a) is None for a in _others(user, seen)
+            ):
+                raise Refusal(
+                    "the selected scores are compared with scores computed elsewhere, where "
+                    "rounding would show",
+                    8,
+                )
+
+
+def _others(user: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:
+    return [a for a in user.all_input_nodes if a not in seen]
+
+
 def check_leak(
     selection: Selection,
     candidates: Candidates,
@@ -223,8 +255,9 @@ def _compares_root(cond: object, root: fx.Node) -> bool:
     while op_name(cond) in ("logical_not", "bitwise_not") or is_view(cond):
         assert isinstance(cond, fx.Node)
         cond = cond.args[0]
-    if op_name(cond) in ("lt",) and isinstance(cond, fx.Node):
-        # ids < 0, of ids that a test of the scores made negative
+    zero = isinstance(cond, fx.Node) and len(cond.args) > 1 and constant_of(cond.args[1]) == 0
+    if op_name(cond) in ("lt", "ge") and zero and isinstance(cond, fx.Node):
+        # ids < 0 or ids >= 0, of ids that a test of the scores made negative
         ids = source_of(cond.args[0])
         if op_name(ids) in ("where", "masked_fill") and isinstance(ids, fx.Node):
             inner = ids.args[0] if op_name(ids) == "where" else ids.args[1]

@@ -16,7 +16,13 @@ from dsa_compile.passes.axis_labels import LabelError
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.build_call import CallBuilder
 from dsa_compile.passes.candidate_ids import Candidates, with_atom
-from dsa_compile.passes.check_slots import check_hidden, check_leak, plain_validity, unguarded_use
+from dsa_compile.passes.check_slots import (
+    check_hidden,
+    check_leak,
+    check_thresholds,
+    plain_validity,
+    unguarded_use,
+)
 from dsa_compile.passes.context import PassContext
 from dsa_compile.passes.emit_nodes import Emitter
 from dsa_compile.passes.graph_tools import (
@@ -36,7 +42,7 @@ from dsa_compile.passes.read_selection import Selection, constant_k, ranked_scor
 from dsa_compile.passes.read_users import Users, read_users
 from dsa_compile.passes.recognise_ops import never_negative
 from dsa_compile.passes.run_probe import TooLarge, mask_leaves, memory, needed
-from dsa_compile.passes.score_trace import MaskEvent, Refusal, ScoreTrace
+from dsa_compile.passes.score_trace import Refusal, ScoreTrace
 from dsa_compile.passes.sites import Site, SitePair
 from dsa_compile.passes.split_masks import Masks, is_candidate, split_masks
 from dsa_compile.passes.trace_scores import Walker
@@ -107,6 +113,7 @@ class SiteMatcher:
         try:
             call = builder.build(candidates)
             self._prove(trace, bound, roles, call)
+            check_thresholds(self.selection)
             check_hidden(
                 self.selection,
                 guards,
@@ -120,7 +127,7 @@ class SiteMatcher:
                     only_end_bound=call.kwargs.get("mask") is None
                     and call.kwargs.get("bias") is None,
                     has_start_bound=call.kwargs.get("row_start") is not None,
-                    source_agrees=self._source_agrees(trace, masks, candidates),
+                    source_agrees=self._source_agrees(roles, masks, candidates),
                 )
                 self.looked.notes += (note,)
             if self.selection.stable and unguarded_use(self.selection, guards) is not None:
@@ -186,7 +193,7 @@ class SiteMatcher:
         self.looked.block_size = found.block_size
         return with_atom(found, roles)
 
-    def _source_agrees(self, trace: ScoreTrace, masks: Masks, candidates: Candidates) -> bool:
+    def _source_agrees(self, roles: Roles, masks: Masks, candidates: Candidates) -> bool:
         """Whether the ids are the best blocks of scores under the very masks of this layer."""
         root = candidates.root
         if root is None or op_name(root) != "topk" or not plain_validity(candidates):
@@ -194,22 +201,20 @@ class SiteMatcher:
         source = ranked_scores(root, self.shared.scores - {root.args[0]})
         if source is None:
             return False
+        key = ("visible to", source)
+        if key not in self.shared.proofs:
+            self.shared.proofs[key] = self._visible_to(source)
+        return bool(self.shared.proofs[key] == masks.described(roles))
+
+    def _visible_to(self, score: fx.Node) -> Hashable:
+        """What the masks on other scores let through; None where that cannot be read."""
         try:
-            theirs = self.shared.walker.trace(source)
-        except Refusal:
-            return False
-        candidate = {t.node for t in masks.candidate}
-
-        def read(events: list[MaskEvent]) -> set[Hashable]:
-            out: set[Hashable] = set()
-            for event in events:
-                cone = sorted(ancestors([event.mask], mask_leaf))
-                if not candidate & set(cone):
-                    inputs = tuple(n for n in cone if mask_leaf(n) and not is_size(n))
-                    out.add((event.kind, signature(cone, mask_leaf), inputs))
-            return out
-
-        return read(trace.masks) == read(theirs.masks)
+            trace = self.shared.walker.trace(score)
+            roles = assign_roles(trace, self._bind(trace)[0])
+            masks = split_masks(trace, roles, dense=False)
+        except (Refusal, LabelError):
+            return None
+        return None if masks.candidate else masks.described(roles)
 
     def _prove(self, trace: ScoreTrace, bound: list[Binding], roles: Roles, call: fx.Node) -> None:
         targets = [trace.score, *call.all_input_nodes]

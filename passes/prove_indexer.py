@@ -22,6 +22,8 @@ from dsa_compile.passes.run_probe import (
 )
 from dsa_compile.passes.score_trace import HIDING, Refusal, ScoreTrace
 
+_MORE_DRAWS = 12
+
 
 def _epsilon(trace: ScoreTrace) -> float:
     kinds = {value(n).dtype for n in trace.path if is_float(n)}
@@ -61,6 +63,11 @@ class IndexerProver:
                     )
         self._round(roles, draw, leaves, first)
         for _ in range(draws - 1):
+            self._round(roles, draw, leaves, self._operands(roles, draw))
+        # Masks may hide all that was drawn: what was never seen is not proven.
+        for _ in range(_MORE_DRAWS):
+            if self.scale is not None:
+                break
             self._round(roles, draw, leaves, self._operands(roles, draw))
         for weights in self._few_heads(roles, draw):
             self._round(roles, draw, leaves, {**self._operands(roles, draw), **weights})

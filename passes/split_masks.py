@@ -6,8 +6,10 @@ trusted: the probes compare the rebuilt visible set with the model's own.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from dsa_compile.passes.arrange_axes import Layout
@@ -15,10 +17,13 @@ from dsa_compile.passes.assign_roles import Roles
 from dsa_compile.passes.graph_tools import (
     ancestors,
     aten,
+    dtype_of,
     is_float,
+    is_size,
     is_tensor,
     op_name,
     selection_root,
+    signature,
 )
 from dsa_compile.passes.mask_terms import (
     Term,
@@ -29,12 +34,14 @@ from dsa_compile.passes.mask_terms import (
     split_flags,
     term,
 )
-from dsa_compile.passes.score_trace import Refusal, ScoreTrace
+from dsa_compile.passes.score_trace import MaskEvent, Refusal, ScoreTrace
 
 _SCATTERS = frozenset(
     {"scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "any", "one_hot"}
     | {"isin", "index_add", "index_fill", "index_copy", "bincount", "masked_scatter"}
 )
+# No score comes near it, and none that does could be told from an overflow.
+_LARGEST_SCORE = 1e12
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,20 @@ class Masks:
     floor: float
     one_fill: bool
 
+    def described(self, roles: Roles) -> Hashable:
+        """Equal for two sites whose other masks than candidates are the same tensors' same ops."""
+        return frozenset(
+            (kind, part.want, part.axes_in(roles), _origin(part.node))
+            for kind, parts in (("term", self.residual), ("added", self.bias))
+            for part in parts
+        )
+
+
+def _origin(node: fx.Node) -> Hashable:
+    cone = sorted(ancestors([node], mask_leaf))
+    inputs = tuple(n for n in cone if mask_leaf(n) and not is_size(n))
+    return signature(cone, mask_leaf), inputs
+
 
 def is_candidate(part: Term) -> bool:
     """Whether a term looks like membership: it reads a selection, or scatters or counts ids."""
@@ -69,8 +90,12 @@ def is_candidate(part: Term) -> bool:
     )
 
 
-def split_masks(trace: ScoreTrace, roles: Roles) -> Masks:
+def split_masks(trace: ScoreTrace, roles: Roles, *, dense: bool = True) -> Masks:
     """Read the masks of a traced score as terms.
+
+    Args:
+        trace, roles: of the score.
+        dense: add finite masks as numbers where nothing looks like candidates.
 
     Raises:
         Refusal: two addends that are data, or an addend without an axis of positions.
@@ -92,7 +117,7 @@ def split_masks(trace: ScoreTrace, roles: Roles) -> Masks:
             parts.append(_Part(terms, [], None, {fill}))
     unique = list(dict.fromkeys(t for p in parts for t in p.terms))
     candidate = tuple(t for t in unique if is_candidate(t))
-    if not candidate:
+    if dense and not candidate:
         # Dense scoring can add finite masks as they are, and so keep the order of what they hide.
         parts = [p.as_bias() if p.addend is not None and p.finite() else p for p in parts]
         unique = list(dict.fromkeys(t for p in parts for t in p.terms))
@@ -101,9 +126,10 @@ def split_masks(trace: ScoreTrace, roles: Roles) -> Masks:
         if not addend.axes or not addend.axes[-1]:
             raise Refusal("a number per row is added to the scores", 5)
     fills = {f for p in parts for f in p.fills} or {float("-inf")}
-    exact = len(fills) == 1 and not any(
-        p.addend is not None and p.finite() and p.terms for p in parts
-    )
+    finite = [i for i, p in enumerate(parts) if p.addend is not None and p.finite() and p.terms]
+    # Masks are in walking order: the one added first is the last.
+    swallowed = finite == [len(parts) - 1] and _swallows(trace.masks[-1], max(fills))
+    exact = len(fills) == 1 and (not finite or swallowed)
     return Masks(
         tuple(t for t in unique if t not in candidate),
         candidate,
@@ -113,6 +139,12 @@ def split_masks(trace: ScoreTrace, roles: Roles) -> Masks:
         max(fills),
         len(fills) == 1,
     )
+
+
+def _swallows(event: MaskEvent, fill: float) -> bool:
+    """Whether a score plus the fill is the fill itself, by rounding, whatever the score."""
+    rounding = torch.finfo(dtype_of(event.at)).eps * abs(fill) / 4
+    return rounding >= _LARGEST_SCORE
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .harness import Case, check, operands, picks, scores
+from .harness import NEG, Case, Layers, check, hidden_states, operands, picks, scores
 
 
 def test_calls_that_differ_in_the_type_of_a_number_stay_apart() -> None:
@@ -40,3 +40,20 @@ def test_scores_used_elsewhere_stay() -> None:
         return picks(logits), logits.max(), logits.softmax(-1)
 
     check(Case(model, operands()))
+
+
+class Recomputed(Layers):
+    """Keeps what scores at least as much as the last pick, in scores that are computed anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.raw(x).masked_fill(~self.causal(x), NEG)
+        again = self.raw(x + 0.0).masked_fill(~self.causal(x), NEG)
+        return again >= first.topk(4).values[..., -1:]
+
+
+def test_scores_compared_with_others_stay() -> None:
+    result = check(Case(Recomputed(), (hidden_states(),)))
+    (site,) = result.sites
+    assert site.status == "kept" and "compared with scores computed elsewhere" in (
+        site.reason or ""
+    )
