@@ -1,4 +1,4 @@
-"""Time and peak memory of one consumer layer on the CPU: dense, dense compiled, and optimised.
+"""Time and peak memory of one consumer layer: dense, dense compiled, and optimised.
 
 The layer is the indexer of examples/two_level_indexer.py (32 heads of 128, 2,048 candidate blocks
 of 8, top-512) given published block ids. Every variant runs in a process of its own; see
@@ -6,6 +6,9 @@ examples/measure.py for what peak memory means. The picks of each are compared w
 layer's, row by row.
 
     python benchmarks/consumer_layer.py [--positions 16384 65536 262144] [--dtypes float32 bfloat16]
+    python benchmarks/consumer_layer.py --device cuda
+
+On a GPU all variants run in this process, replayed from CUDA graphs (see gpu_timing.py).
 """
 
 import argparse
@@ -27,7 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from measure import Cost, cost, in_own_process, report_to_parent  # noqa: E402
 from two_level_indexer import Indexer, ModelConfig  # noqa: E402
 
-ROWS = {16384: 256, 65536: 256, 262144: 64}
+ROWS = {
+    "cpu": {16384: 256, 65536: 256, 262144: 64},
+    "cuda": {16384: 1024, 32768: 1024, 65536: 1024, 131072: 1024, 524288: 256},
+}
+DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16"]}
 VARIANTS = ("dense", "compiled", "optimized")
 
 
@@ -36,6 +43,7 @@ class Case:
     positions: int
     rows: int
     dtype: str
+    device: str = "cpu"
 
 
 class ConsumerLayer(nn.Module):
@@ -62,9 +70,16 @@ class ConsumerLayer(nn.Module):
 
 
 def build(case: Case) -> tuple[ConsumerLayer, tuple[Tensor, ...]]:
+    with torch.device(case.device):
+        return _build(case)
+
+
+def _build(case: Case) -> tuple[ConsumerLayer, tuple[Tensor, ...]]:
     torch.manual_seed(0)
-    config, dtype = ModelConfig(), getattr(torch, case.dtype)
-    layer = ConsumerLayer(config).eval().to(dtype)
+    # A GPU multiplies fp32 many times slower than bf16: no model made for one would ask for it.
+    config = ModelConfig(wide_products=case.device == "cpu")
+    dtype = getattr(torch, case.dtype)
+    layer = ConsumerLayer(config).eval().to(case.device, dtype)
     blocks = -(-case.positions // config.block_size)
     count = min(config.candidate_blocks, blocks)
     newest = torch.arange(case.positions - case.rows, case.positions) // config.block_size
@@ -101,12 +116,30 @@ def measure_child(variant: str, case: Case, runs: int, save: str) -> None:
         report_to_parent(cost(lambda: call(*inputs), runs=runs))
 
 
+def measure_on_gpu(case: Case, variants: list[str], runs: int) -> dict[str, tuple[Cost, Tensor]]:
+    from gpu_timing import gpu_cost
+
+    layer, inputs = build(case)
+    results = {}
+    with torch.inference_mode():
+        for variant in variants:
+            call = prepare(variant, layer, inputs)
+            picks = call(*inputs)
+            cost = gpu_cost(lambda call=call: call(*inputs), runs=10 * runs)
+            results[variant] = (cost, picks)
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+    return results
+
+
 def equal_rows(picks: Tensor, dense: Tensor) -> str:
     same = (picks.sort(-1).values == dense.sort(-1).values).all(-1)
     return f"{int(same.sum())} / {same.numel()}"
 
 
 def measure_case(case: Case, variants: list[str], runs: int) -> dict[str, tuple[Cost, Tensor]]:
+    if case.device == "cuda":
+        return measure_on_gpu(case, variants, runs)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for variant in variants:
@@ -145,7 +178,7 @@ def add_rows(table: Table, case: Case, results: dict[str, tuple[Cost, Tensor]]) 
             str(case.rows),
             case.dtype,
             variant,
-            f"{result.seconds:.3f} s",
+            f"{1000 * result.seconds:,.3f} ms",
             result.peak,
             faster,
             less,
@@ -156,26 +189,32 @@ def add_rows(table: Table, case: Case, results: dict[str, tuple[Cost, Tensor]]) 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--positions", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--rows", type=int, help="query rows (default: 256, or 64 at 262,144)")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--positions", type=int, nargs="+", help="default: a range that fits the device"
+    )
+    parser.add_argument("--rows", type=int, help="query rows (default: by positions)")
+    parser.add_argument("--device", choices=tuple(ROWS), default="cpu")
+    parser.add_argument("--dtypes", nargs="+", help="default: float32 and bfloat16, or bfloat16")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--check", action="store_true", help="exit 1 where a bound is missed")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--save", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    usual = ROWS[options.device]
     cases = [
-        Case(positions, options.rows or ROWS.get(positions, 256), dtype)
-        for positions in options.positions
-        for dtype in options.dtypes
+        Case(positions, options.rows or usual.get(positions, 256), dtype, options.device)
+        for positions in options.positions or list(usual)
+        for dtype in options.dtypes or DTYPES[options.device]
     ]
     if options.child:
         measure_child(options.child, cases[0], options.runs, options.save)
         return 0
 
-    threads = torch.get_num_threads()
-    table = Table(title=f"one consumer layer, torch {torch.__version__}, {threads} CPU threads")
+    where = f"{torch.get_num_threads()} CPU threads"
+    if options.device == "cuda":
+        where = f"{torch.cuda.get_device_name()}, graph replays"
+    table = Table(title=f"one consumer layer, torch {torch.__version__}, {where}")
     for column in ("positions", "rows", "dtype", "variant"):
         table.add_column(column)
     for column in ("time", "peak", "against compiled", "memory", "rows equal to dense"):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dsa_compile.optimizer import optimize
     from dsa_compile.passes.sites import Site
     from dsa_compile.report import Report
+    from dsa_compile.target import Target
     from dsa_compile.verifier import Verification, verify
 
 _HOME = {
@@ -46,6 +47,7 @@ _HOME = {
     "Report": "report",
     "Site": "passes.sites",
     "SlowPathWarning": "errors",
+    "Target": "target",
     "TrainingModeError": "errors",
     "Verification": "verifier",
     "explain": "explainer",
@@ -68,6 +70,7 @@ __all__ = [
     "Report",
     "Site",
     "SlowPathWarning",
+    "Target",
     "TrainingModeError",
     "Verification",
     "explain",

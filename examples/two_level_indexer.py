@@ -39,6 +39,7 @@ class ModelConfig:
     index_dim: int = 128
     index_rope: int = 64
     index_topk: int = 512
+    wide_products: bool = True  # multiply in fp32, whatever the dtype of queries and keys
     block_size: int = 8
     candidate_blocks: int = 2048
 
@@ -88,7 +89,9 @@ class Indexer(nn.Module):
         q = torch.cat([plain, rope(turning, start)], dim=-1)
         weights = self.weights_proj(x).float() * self.scale
 
-        logits = torch.einsum("bshd,btd->bsht", q.float(), keys.float())
+        if c.wide_products:
+            q, keys = q.float(), keys.float()
+        logits = torch.einsum("bshd,btd->bsht", q, keys)
         logits = (logits.relu_() * weights.unsqueeze(-1)).sum(dim=2)
         lengths = torch.arange(start + 1, positions + 1, device=x.device).unsqueeze(-1)
         hidden = torch.arange(positions, device=x.device) >= lengths

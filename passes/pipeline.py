@@ -11,6 +11,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dsa_compile.passes import (
     expand_candidates,
+    fuse_remap,
     match_indexers,
     normalize_graph,
     select_kernels,
@@ -19,7 +20,14 @@ from dsa_compile.passes import (
 from dsa_compile.passes.context import MatchOptions, PassContext, Recorder
 from dsa_compile.passes.sites import Site, SitePair
 
-STAGES = (normalize_graph, match_indexers, expand_candidates, share_candidates, select_kernels)
+STAGES = (
+    normalize_graph,
+    match_indexers,
+    expand_candidates,
+    share_candidates,
+    select_kernels,
+    fuse_remap,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ def run_pipeline(
     Args:
         graph_module: functional ATen graph whose nodes carry ``meta["val"]``; left unchanged.
         options: how indexers are proven.
-        provider: ``"cpu"`` or ``"reference"``.
+        provider: ``"cpu"``, ``"reference"`` or ``"triton"``.
 
     Raises:
         ValueError: ``provider`` is not known.

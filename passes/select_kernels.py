@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from dsa_compile.kernels.providers import load
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.graph_tools import namespace, op_name
-
-# The reference provider runs the canonical ops themselves: they are the oracle.
-NAMESPACES = {"reference": "dsa", "cpu": "dsa_cpu"}
 
 
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
@@ -17,13 +15,11 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
 
     Raises:
         ValueError: the provider is not known, or lacks an op that the graph needs.
+        ImportError: a package that the provider needs is missing.
     """
-    if context.provider not in NAMESPACES:
-        known = ", ".join(sorted(NAMESPACES))
-        raise ValueError(f"provider {context.provider!r} is not known; known are {known}")
-    target = NAMESPACES[context.provider]
-    library = getattr(torch.ops, target)
     calls = [n for n in graph_module.graph.nodes if namespace(n) == "dsa"]
+    target = load(context.provider)
+    library = getattr(torch.ops, target)
     missing = sorted({op_name(n) for n in calls if not hasattr(library, op_name(n))})
     if missing:
         raise ValueError(f"provider {context.provider!r} lacks {', '.join(missing)}")

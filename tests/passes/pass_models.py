@@ -33,7 +33,7 @@ class TwoLevel(nn.Module):
         q = self.wq[layer](x).unflatten(-1, (HEADS, DIM))
         s = torch.einsum("bshd,btd->bsht", q, self.wk(x)).relu()
         s = (s * self.ww[layer](x).unsqueeze(-1)).sum(2)
-        positions = torch.arange(x.shape[1])
+        positions = torch.arange(x.shape[1], device=x.device)
         return s.masked_fill(positions > positions[:, None], NEG)
 
     def picks(self, scores: Tensor) -> Tensor:
@@ -46,7 +46,10 @@ class TwoLevel(nn.Module):
         scores = self.scores(x, 0)
         blocks = nn.functional.pad(scores, (0, -n % BLOCK), value=NEG)
         blocks = blocks.unflatten(-1, (-1, BLOCK)).amax(-1)
-        newest = torch.arange(blocks.shape[-1]) == (torch.arange(n) // BLOCK)[:, None]
+        newest = (
+            torch.arange(blocks.shape[-1], device=x.device)
+            == (torch.arange(n, device=x.device) // BLOCK)[:, None]
+        )
         blocks = blocks.masked_fill(newest, float("inf"))
         best = blocks.topk(min(BLOCKS, blocks.shape[-1]), dim=-1)
         table = torch.zeros_like(blocks, dtype=torch.bool)

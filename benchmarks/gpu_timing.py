@@ -1,0 +1,57 @@
+"""Time of a call on a GPU, replayed from a CUDA graph, and the memory that it takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from measure import Cost  # noqa: E402
+
+
+def replay_seconds(call: Callable[[], object], *, runs: int = 30, warmup: int = 3) -> float:
+    """Median seconds of a replay of ``call``, by device events around each.
+
+    Replays leave out what the host does, which a serving engine hides the same way.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(warmup):
+        graph.replay()
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(runs)
+    ]
+    for start, stop in pairs:
+        start.record()
+        graph.replay()
+        stop.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(stop) for start, stop in pairs) / 1000
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most bytes that a call holds beyond what is allocated when it begins."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def gpu_cost(call: Callable[[], object], *, runs: int = 30) -> Cost:
+    """Median seconds of a graph replay of ``call``, and the peak memory of a plain call."""
+    call()
+    return Cost(replay_seconds(call, runs=runs), peak_bytes(call))
