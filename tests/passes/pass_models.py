@@ -44,7 +44,8 @@ class TwoLevel(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         n = x.shape[1]
         scores = self.scores(x, 0)
-        blocks = nn.functional.pad(scores, (0, -n % BLOCK), value=NEG)
+        tail = (n + BLOCK - 1) // BLOCK * BLOCK - n
+        blocks = nn.functional.pad(scores, (0, tail), value=NEG)
         blocks = blocks.unflatten(-1, (-1, BLOCK)).amax(-1)
         newest = (
             torch.arange(blocks.shape[-1], device=x.device)
