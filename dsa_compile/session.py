@@ -13,13 +13,14 @@ import torch
 from torch import fx, nn
 
 from dsa_compile.config import Config
+from dsa_compile.cost import crossover_on
 from dsa_compile.errors import NoMatchError, NoMatchWarning, PassError
 from dsa_compile.kernels.cpu import limit_working_set
 from dsa_compile.passes.context import MatchOptions
 from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
 from dsa_compile.passes.sites import Site
 from dsa_compile.report import Report
-from dsa_compile.target import choose_provider
+from dsa_compile.target import Target, choose_provider, device_of
 
 Observer = Callable[["CapturedGraph", tuple[Any, ...]], Any]
 
@@ -67,6 +68,7 @@ class Session:
     def __init__(self, model: nn.Module, config: Config, *, rewrite: bool = True) -> None:
         self.config = config
         self.provider = choose_provider(config, model)
+        self._crossover = crossover_on(Target.detect(device_of(model)), self.provider)
         self.rewrite = rewrite
         self.graphs: list[CapturedGraph] = []
         self.observer: Observer | None = None
@@ -89,7 +91,12 @@ class Session:
         # Proofs run on real numbers, also while a compiler's fake tensors are in force.
         try:
             with _disable_current_modes(), torch.no_grad():
-                result = run_pipeline(graph_module, options=self._options, provider=self.provider)
+                result = run_pipeline(
+                    graph_module,
+                    options=self._options,
+                    provider=self.provider,
+                    crossover=self._crossover,
+                )
         except Exception as fault:
             # Dynamo takes some exceptions for graph breaks and would go on without a word.
             raise PassError(f"a pass failed: {type(fault).__name__}: {fault}") from fault

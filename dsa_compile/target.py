@@ -22,18 +22,7 @@ SERVED: dict[str, frozenset[str] | None] = {
     "reference": None,
     "triton": frozenset({"cuda"}),
 }
-ARCHITECTURES = (
-    "sm80",
-    "sm86",
-    "sm87",
-    "sm89",
-    "sm90",
-    "sm100",
-    "sm103",
-    "sm110",
-    "sm120",
-    "sm121",
-)
+ARCHITECTURES = tuple(f"sm{n}" for n in (70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121))
 PACKAGES = ("torch", "triton", "deep_gemm", "deep_select")
 _OLDEST_TRITON = (3, 4)
 
@@ -118,6 +107,13 @@ class Target:
         elif _numbers(version) < _OLDEST_TRITON:
             oldest = ".".join(map(str, _OLDEST_TRITON))
             needs.append(Need(f"Triton {version} is too old", f"install {oldest} or newer"))
+        if self.capability is not None and self.capability < (8, 0):
+            needs.append(
+                Need(
+                    f"the Triton kernels run on GPUs from sm80 on, and the target is {self.name}",
+                    "ask for provider='reference'",
+                )
+            )
         if self.capability is None and not interpreted():
             needs.append(
                 Need(
@@ -143,7 +139,8 @@ def devices(model: nn.Module) -> frozenset[str]:
     return frozenset(t.device.type for t in tensors)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """The GPU that a model is on, or the CPU."""
     tensors = [*model.parameters(), *model.buffers()]
     return next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
 
@@ -157,7 +154,7 @@ def choose_provider(config: Config, model: nn.Module) -> str:
     held = devices(model)
     automatic = "triton" if held == {"cuda"} else "cpu"
     wanted = automatic if config.provider == "auto" else config.provider
-    target = Target.detect(_device_of(model))
+    target = Target.detect(device_of(model))
     needs = list(target.needs(wanted))
     served = SERVED.get(wanted)
     if wanted == "triton" and interpreted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -34,6 +35,11 @@ class Recorder:
     pairs: list[SitePair] = field(default_factory=list)
 
 
+Crossover = Callable[[int, int, int, int], int]
+"""Candidate columns, heads, head dim and bytes of a key's element -> the number of positions from
+which scoring the candidates alone is the cheaper form."""
+
+
 @dataclass(frozen=True)
 class PassContext:
     """What a pass may read besides the graph: options, the provider's name, and what one run
@@ -43,6 +49,7 @@ class PassContext:
     provider: str = "cpu"
     recorder: Recorder = field(default_factory=Recorder)
     emission: Emission = field(default_factory=Emission)
+    crossover: Crossover | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 VIEWS = frozenset(
     {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze"}
     | {"expand", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "flatten"}
-    | {"unflatten", "numpy_T", "mT", "_reshape_copy", "repeat", "repeat_interleave"}
+    | {"unflatten", "repeat", "repeat_interleave"}
 )
 CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 CONTRACTIONS = frozenset(

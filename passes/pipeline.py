@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dsa_compile.passes import (
+    choose_dense,
     expand_candidates,
     fuse_remap,
     match_indexers,
@@ -17,7 +18,7 @@ from dsa_compile.passes import (
     select_kernels,
     share_candidates,
 )
-from dsa_compile.passes.context import MatchOptions, PassContext, Recorder
+from dsa_compile.passes.context import Crossover, MatchOptions, PassContext, Recorder
 from dsa_compile.passes.sites import Site, SitePair
 
 STAGES = (
@@ -27,6 +28,7 @@ STAGES = (
     share_candidates,
     select_kernels,
     fuse_remap,
+    choose_dense,
 )
 
 
@@ -55,7 +57,11 @@ def op_counts(graph_module: fx.GraphModule) -> dict[str, int]:
 
 
 def run_pipeline(
-    graph_module: fx.GraphModule, *, options: MatchOptions | None = None, provider: str = "cpu"
+    graph_module: fx.GraphModule,
+    *,
+    options: MatchOptions | None = None,
+    provider: str = "cpu",
+    crossover: Crossover | None = None,
 ) -> PipelineResult:
     """Match, rewrite and lower the indexers of a functional ATen graph.
 
@@ -63,6 +69,7 @@ def run_pipeline(
         graph_module: functional ATen graph whose nodes carry ``meta["val"]``; left unchanged.
         options: how indexers are proven.
         provider: ``"cpu"``, ``"reference"`` or ``"triton"``.
+        crossover: where the target begins to win by scoring candidates alone; None: always.
 
     Raises:
         ValueError: ``provider`` is not known.
@@ -70,7 +77,7 @@ def run_pipeline(
     # Python code of a graph is made when it is first called: engines that read the graph need none.
     done = _LazyGraphModule(graph_module, copy.deepcopy(graph_module.graph))
     done.meta.update(graph_module.meta)
-    context = PassContext(options or MatchOptions(), provider, Recorder())
+    context = PassContext(options or MatchOptions(), provider, Recorder(), crossover=crossover)
     before = op_counts(graph_module)
     for stage in STAGES:
         stage.run(done, context)
