@@ -137,6 +137,13 @@ def equal_rows(picks: Tensor, dense: Tensor) -> str:
     return f"{int(same.sum())} / {same.numel()}"
 
 
+def in_common(picks: Tensor, dense: Tensor) -> str:
+    """Share of the dense picks that are picked here, too: rounding moves those near the cut."""
+    pairs = zip(picks.flatten(0, -2).tolist(), dense.flatten(0, -2).tolist(), strict=True)
+    shares = [len(set(a) & set(b)) / max(1, len(set(b))) for a, b in pairs]
+    return f"{100 * sum(shares) / len(shares):.1f} %"
+
+
 def measure_case(case: Case, variants: list[str], runs: int) -> dict[str, tuple[Cost, Tensor]]:
     if case.device == "cuda":
         return measure_on_gpu(case, variants, runs)
@@ -172,7 +179,10 @@ def add_rows(table: Table, case: Case, results: dict[str, tuple[Cost, Tensor]]) 
         less = ""
         if base and base.peak_bytes and result.peak_bytes:
             less = f"{result.peak_bytes / base.peak_bytes:.2f}"
-        equal = equal_rows(picks, results["dense"][1]) if "dense" in results else ""
+        equal = common = ""
+        if "dense" in results:
+            equal = equal_rows(picks, results["dense"][1])
+            common = in_common(picks, results["dense"][1])
         table.add_row(
             f"{case.positions:,}",
             str(case.rows),
@@ -183,6 +193,7 @@ def add_rows(table: Table, case: Case, results: dict[str, tuple[Cost, Tensor]]) 
             faster,
             less,
             equal,
+            common,
             end_section=variant == list(results)[-1],
         )
 
@@ -217,7 +228,7 @@ def main() -> int:
     table = Table(title=f"one consumer layer, torch {torch.__version__}, {where}")
     for column in ("positions", "rows", "dtype", "variant"):
         table.add_column(column)
-    for column in ("time", "peak", "against compiled", "memory", "rows equal to dense"):
+    for column in ("time", "peak", "against compiled", "memory", "rows equal", "picks in common"):
         table.add_column(column, justify="right")
     missed: list[str] = []
     for case in cases:
@@ -225,7 +236,7 @@ def main() -> int:
         add_rows(table, case, results)
         if options.check:
             missed += failures(case, results)
-    Console(width=120).print(table)
+    Console(width=130).print(table)
     for line in missed:
         print(line, file=sys.stderr)
     return 1 if missed else 0
