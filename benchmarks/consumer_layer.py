@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -125,7 +126,7 @@ def measure_on_gpu(case: Case, variants: list[str], runs: int) -> dict[str, tupl
         for variant in variants:
             call = prepare(variant, layer, inputs)
             picks = call(*inputs)
-            cost = gpu_cost(lambda call=call: call(*inputs), runs=10 * runs)
+            cost = gpu_cost(partial(call, *inputs), runs=10 * runs)
             results[variant] = (cost, picks)
             torch.compiler.reset()
             torch.cuda.empty_cache()

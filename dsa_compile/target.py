@@ -21,7 +21,10 @@ SERVED: dict[str, frozenset[str] | None] = {
     "cpu": frozenset({"cpu"}),
     "reference": None,
     "triton": frozenset({"cuda"}),
+    "deepgemm": frozenset({"cuda"}),
+    "deepselect": frozenset({"cuda"}),
 }
+_DEEP = ("deepgemm", "deepselect")
 ARCHITECTURES = tuple(f"sm{n}" for n in (70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121))
 PACKAGES = ("torch", "triton", "deep_gemm", "deep_select")
 _OLDEST_TRITON = (3, 4)
@@ -92,12 +95,9 @@ class Target:
             return ()
         if provider == "triton":
             return tuple(self._triton_needs())
-        return (
-            Need(
-                f"provider {provider!r} has no kernels in this version",
-                "ask for provider='triton' on a GPU, 'cpu', or 'reference' on any device",
-            ),
-        )
+        from dsa_compile.kernels.deep_package import provider_needs
+
+        return tuple(Need(*need) for need in provider_needs(self.capability, self.packages))
 
     def _triton_needs(self) -> list[Need]:
         needs = []
@@ -168,6 +168,14 @@ def choose_provider(config: Config, model: nn.Module) -> str:
                     f"move it with model.to({min(served)!r}), or ask for provider='reference'",
                 )
             )
+    if wanted in _DEEP and config.precision == "preserve":
+        needs.append(
+            Need(
+                f"the kernels of {wanted!r} take fp8 queries and keys, and this version quantises "
+                "no model's",
+                "call torch.ops.dsa_deep on fp8 tensors, or ask for provider='triton'",
+            )
+        )
     if config.precision != "preserve":
         needs.append(
             Need(

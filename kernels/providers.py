@@ -5,8 +5,14 @@ from __future__ import annotations
 import importlib
 
 # The reference provider runs the canonical ops themselves: they are the oracle.
-NAMESPACES = {"reference": "dsa", "cpu": "dsa_cpu", "triton": "dsa_triton"}
-_LATE = {"triton": "triton"}
+NAMESPACES = {
+    "reference": "dsa",
+    "cpu": "dsa_cpu",
+    "triton": "dsa_triton",
+    "deepgemm": "dsa_deep",
+    "deepselect": "dsa_deep",
+}
+_LATE = {"triton": "triton", "deepgemm": "deep", "deepselect": "deep"}
 
 
 def load(provider: str) -> str:
