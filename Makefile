@@ -1,5 +1,6 @@
 # make demo   set up and run the main example
 # make test   set up and run the tests
+# make test-gpu   the tests of the GPU kernels, on a GPU
 # make lint types bench   the rest; TORCH= chooses the torch build, PYTHON= the interpreter.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ MYPY := $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)
 # One stamp a torch build: another TORCH= on the make line installs again, the same one does not.
 STAMP := $(VENV)/ready-$(subst /,_,$(subst =,-,$(TORCH)))
 
-.PHONY: setup demo huggingface test lint types bench clean
+.PHONY: setup demo huggingface test test-gpu lint types bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -32,8 +33,14 @@ demo: $(STAMP)
 huggingface: $(STAMP)
 	@$(BIN)/python examples/huggingface.py
 
+# Triton reads whether to interpret its kernels once a process: they are tested in their own.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS) --ignore=tests/triton_kernels
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal tests/triton_kernels
+
+# On a machine with a GPU, in the Python that has PyTorch and Triton for it (BIN= its folder).
+test-gpu:
+	$(BIN)/python -m pytest tests/triton_kernels $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

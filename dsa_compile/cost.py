@@ -64,10 +64,10 @@ class Ceilings:
 # Reached by the kernels on one NVIDIA H200; benchmarks/kernels.py prints what they come from.
 CEILINGS: dict[str, Ceilings] = {
     "sm90": Ceilings(
-        dense_rate={1: 820e12, 2: 480e12, 4: 40e12},
-        sparse_rate={1: 600e12, 2: 500e12, 4: 30e12},
-        gather=7.2e12,
-        ranking=2.7e11,
+        dense_rate={1: 840e12, 2: 490e12, 4: 40e12},
+        sparse_rate={1: 690e12, 2: 370e12, 4: 30e12},
+        gather=7.9e12,
+        ranking=2.6e11,
         measured=True,
     ),
 }

@@ -14,5 +14,5 @@ def test_every_call_is_the_providers(provider: str, namespace: str) -> None:
 
 
 def test_an_unknown_provider_is_named() -> None:
-    with pytest.raises(ValueError, match="provider 'tpu' is not known; known are cpu, reference"):
+    with pytest.raises(ValueError, match="provider 'tpu' is not known; known are cpu, deepgemm"):
         run_pipeline(captured(TwoLevel(), hidden()), provider="tpu")

@@ -1,0 +1,277 @@
+"""Indexer scores of all positions, for a few rows at a time.
+
+Products never leave a program: only scores [rows, T] are written. A tile of keys stays on chip
+while the rows of a group pass over it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_sparse import _TYPES, FP8, MAX_DIM, MAX_HEADS, check_operands, product_dtype
+from .triton_tools import (
+    bound,
+    by_row,
+    power_of_two,
+    processors,
+    shared_memory,
+    wrap_triton,
+)
+from .validate import Size
+
+
+@triton.jit
+def dense_scores(
+    q,
+    k,
+    weights,
+    starts,
+    ends,
+    key_scale,
+    mask,
+    bias,
+    out,
+    rows,
+    heads,
+    dim,
+    positions,
+    group,
+    scale,
+    q_b,
+    q_s,
+    q_h,
+    q_d,
+    k_b,
+    k_t,
+    k_d,
+    w_b,
+    w_s,
+    w_h,
+    starts_b,
+    starts_s,
+    ends_b,
+    ends_s,
+    scale_b,
+    scale_t,
+    mask_b,
+    mask_s,
+    mask_t,
+    bias_b,
+    bias_s,
+    bias_t,
+    out_b,
+    out_s,
+    HAS_START: tl.constexpr,
+    HAS_END: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIR: tl.constexpr,
+    TYPE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Scores of TILE positions for ``group`` rows; tiles that none of them sees are left out."""
+    batch = tl.program_id(2).to(tl.int64)
+    first = tl.program_id(1) * group
+    last = tl.minimum(first + group, rows)
+    base = tl.program_id(0) * TILE
+    total = tl.cast(positions, tl.int64)
+
+    # What the group sees together; GROUP is a power of two that holds ``group``.
+    row = first + tl.arange(0, GROUP)
+    mine = tl.where(row < last, row, first).to(tl.int64)
+    low, high = total * 0, total
+    if HAS_START:
+        low = tl.load(starts + batch * starts_b + mine * starts_s).to(tl.int64)
+        low = tl.min(tl.minimum(tl.maximum(low, 0), total), 0)
+    if HAS_END:
+        high = tl.load(ends + batch * ends_b + mine * ends_s).to(tl.int64)
+        high = tl.max(tl.minimum(tl.maximum(high, 0), total), 0)
+    if (base < high) & (base + TILE > low):
+        place = base + tl.arange(0, TILE)
+        here = place < positions
+        wide = place.to(tl.int64)
+        channel = tl.arange(0, DIM)
+        wanted = here[:, None]
+        if PADDED_DIM:
+            wanted = wanted & (channel[None, :] < dim)
+        key_at = k + batch * k_b + wide[:, None] * k_t + channel.to(tl.int64)[None, :] * k_d
+        key = tl.load(key_at, mask=wanted, other=0.0).to(TYPE)
+        factor = tl.full([TILE], 1.0, tl.float32) * scale
+        if HAS_SCALE:
+            at = key_scale + batch * scale_b + wide * scale_t
+            factor *= tl.load(at, mask=here, other=0.0).to(tl.float32)
+        # One product serves PAIR rows: a wider one reads less shared memory for its work.
+        line = tl.arange(0, PAIR * HEADS)
+        which = line // HEADS
+        head = line % HEADS
+        q_at = (
+            q + batch * q_b + which.to(tl.int64)[None, :] * q_s + head.to(tl.int64)[None, :] * q_h
+        )
+        q_at = q_at + channel.to(tl.int64)[:, None] * q_d
+        w_at = weights + batch * w_b + which.to(tl.int64) * w_s + head.to(tl.int64) * w_h
+        own = tl.arange(0, PAIR)
+        to = out + batch * out_b + wide[:, None] + own.to(tl.int64)[None, :] * out_s
+        for at_row in tl.range(first, last, PAIR, num_stages=STAGES):
+            row64 = tl.cast(at_row, tl.int64)
+            real = at_row + own < last
+            asked = (at_row + which < last) & (head < heads)
+            if PADDED_HEADS or PADDED_DIM or PAIR > 1:
+                shape = asked[None, :] & (channel[:, None] < dim)
+                query = tl.load(q_at + row64 * q_s, mask=shape, other=0.0)
+            else:
+                query = tl.load(q_at + row64 * q_s)
+            weight = tl.load(w_at + row64 * w_s, mask=asked, other=0.0).to(tl.float32)
+            if TYPE == tl.float32:
+                product = tl.dot(key, query.to(TYPE), input_precision="ieee")
+            else:
+                product = tl.dot(key, query.to(TYPE))
+            shown = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+            if PADDED_HEADS:
+                # An infinite key would turn the zero queries of heads that are none into NaN.
+                shown = tl.where(asked[None, :], shown, 0.0)
+            score = tl.sum(tl.reshape(shown, [TILE, PAIR, HEADS]), 2)
+            score *= factor[:, None]
+            there = here[:, None] & real[None, :]
+            if HAS_BIAS:
+                bias_at = bias + batch * bias_b + (row64 + own)[None, :] * bias_s
+                bias_at = bias_at + wide[:, None] * bias_t
+                score += tl.load(bias_at, mask=there, other=0.0).to(tl.float32)
+            if HAS_MASK:
+                mask_at = mask + batch * mask_b + (row64 + own)[None, :] * mask_s
+                mask_at = mask_at + wide[:, None] * mask_t
+                open_to = tl.load(mask_at, mask=there, other=0) != 0
+                score = tl.where(open_to, score, float("-inf"))
+            tl.store(to + row64 * out_s, score, mask=there)
+
+
+def score_rows(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    key_scale: Tensor | None,
+    row_start: Tensor | None,
+    row_end: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    tile: int | None = None,
+    group: int | None = None,
+    warps: int = 4,
+    stages: int = 3,
+    pair: int | None = None,
+) -> None:
+    """Writes scores [B, S, T] of the positions that rows see into ``out`` [B, S, >= T] fp32.
+
+    Masked positions get -inf. Positions outside a row's range hold anything.
+    """
+    check_operands("indexer_select", q, k, weights, key_scale, bias)
+    batch, rows, heads, dim = q.shape
+    positions = k.shape[1]
+    dtype = product_dtype(q.dtype, k.dtype)
+    padded_heads = power_of_two(bound(heads, MAX_HEADS), 16)
+    padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
+    chosen, stages = _dense_tile(
+        padded_heads, padded_dim, dtype, stages, shared_memory(q.device.index)
+    )
+    tile = tile or chosen
+    pair = pair or (2 if dtype == FP8 and padded_heads <= 64 else 1)
+    group = group or group_rows(batch * rows, positions, tile, q.device.index)
+    keys, k_b, _ = by_row(k[:, None], batch, rows, q)
+    starts, starts_b, starts_s = by_row(row_start, batch, rows, q)
+    ends, ends_b, ends_s = by_row(row_end, batch, rows, q)
+    key_scales, scale_b, _ = by_row(
+        None if key_scale is None else key_scale[:, None], batch, rows, weights
+    )
+    masks, mask_b, mask_s = by_row(mask, batch, rows, q)
+    biases, bias_b, bias_s = by_row(bias, batch, rows, weights)
+    grid = ((positions + tile - 1) // tile, (rows + group - 1) // group, batch)
+    wrap_triton(dense_scores)[grid](
+        q,
+        keys,
+        weights,
+        starts,
+        ends,
+        key_scales,
+        masks.view(torch.int8) if mask is not None else masks,
+        biases,
+        out,
+        rows,
+        heads,
+        dim,
+        positions,
+        group,
+        scale,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        q.stride(3),
+        k_b,
+        k.stride(1),
+        k.stride(2),
+        weights.stride(0),
+        weights.stride(1),
+        weights.stride(2),
+        starts_b,
+        starts_s,
+        ends_b,
+        ends_s,
+        scale_b,
+        0 if key_scale is None else key_scale.stride(1),
+        mask_b,
+        mask_s,
+        0 if mask is None else mask.stride(2),
+        bias_b,
+        bias_s,
+        0 if bias is None else bias.stride(2),
+        out.stride(0),
+        out.stride(1),
+        HAS_START=row_start is not None,
+        HAS_END=row_end is not None,
+        HAS_SCALE=key_scale is not None,
+        HAS_MASK=mask is not None,
+        HAS_BIAS=bias is not None,
+        HEADS=padded_heads,
+        PADDED_HEADS=not (isinstance(heads, int) and heads == padded_heads),
+        DIM=padded_dim,
+        PADDED_DIM=not (isinstance(dim, int) and dim == padded_dim),
+        TILE=tile,
+        GROUP=power_of_two(group),
+        PAIR=pair,
+        TYPE=_TYPES[dtype],
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def _dense_tile(
+    heads: int, dim: int, dtype: torch.dtype, stages: int, memory: int
+) -> tuple[int, int]:
+    """Keys a tile and pipeline depth within ``memory`` bytes of shared memory."""
+    if dtype == torch.float32:
+        return (32 if heads * dim <= 4096 else 16), 1
+    tile = 128 if heads <= 64 else 64
+    if dtype.itemsize * (heads + tile) * dim > memory - 4096:
+        tile = 32
+    while (tile + heads * stages) * dim * dtype.itemsize + 4096 > memory and stages > 1:
+        stages -= 1
+    return tile, stages
+
+
+def group_rows(rows: Size, positions: Size, tile: int, device: int | None) -> int:
+    """Rows a program of :func:`dense_scores` takes, fewer where the grid would not fill the GPU."""
+    tiles = bound(positions, 2**23) // tile + 1
+    wanted = -(-bound(rows, 2**20) * tiles // (4 * processors(device)))
+    return min(64, power_of_two(max(1, wanted)))

@@ -1,0 +1,229 @@
+"""Indexer scores of a row's candidate columns: what is asked for, and how it is launched."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .triton_scores import sparse_kernel
+from .triton_tools import (
+    at_most,
+    bound,
+    by_row,
+    capability,
+    interpreted,
+    power_of_two,
+    processors,
+    require,
+    result,
+    shared_memory,
+    wrap_triton,
+)
+from .validate import Size
+
+FP8 = torch.float8_e4m3fn
+OPERANDS = (torch.float16, torch.bfloat16, torch.float32, FP8)
+NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEADS = 128
+MAX_DIM = 256
+
+_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    FP8: tl.float8e4nv,
+}
+
+
+class Tiles(NamedTuple):
+    """How a scorer is launched: keys a tile, warps a program, software pipeline depth."""
+
+    tile: int
+    warps: int
+    stages: int
+
+
+def product_dtype(q: torch.dtype, k: torch.dtype) -> torch.dtype:
+    """The dtype that queries and keys are multiplied in: one that holds both exactly."""
+    if interpreted():
+        # The interpreter multiplies bf16 by its bit patterns.
+        return torch.float32
+    if q == k:
+        return q
+    if FP8 in (q, k):
+        return k if q == FP8 else q
+    return torch.float32
+
+
+def choose_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) -> Tiles:
+    """Tile sizes for padded ``heads`` and ``dim`` within ``memory`` bytes of shared memory."""
+    size = dtype.itemsize
+    if dtype == torch.float32:
+        return Tiles(32 if heads * dim <= 4096 else 16, 4, 1)
+    # More stages than two cost more programs on a multiprocessor than they hide latency.
+    tile, stages = (128 if heads <= 64 else 64), 2
+    if dtype.itemsize * (heads + tile) * dim > memory - 4096:
+        tile = 32
+    # Queries, the tiles in flight, and room for the reduction.
+    while (heads + tile * stages) * dim * size + 4096 > memory and stages > 1:
+        stages -= 1
+    return Tiles(tile, 4, stages)
+
+
+def check_operands(op: str, q: Tensor, k: Tensor, weights: Tensor, *rest: Tensor | None) -> None:
+    """Raises for dtypes and sizes that the scorers do not take.
+
+    Raises:
+        TypeError: a dtype without a kernel, or fp8 on a GPU older than compute capability 8.9.
+        ValueError: more than 128 heads, or a head dimension over 256.
+    """
+    require(op, "q", q, OPERANDS)
+    require(op, "k", k, OPERANDS)
+    for name, tensor in zip(("weights", "key_scale", "bias"), (weights, *rest), strict=False):
+        require(op, name, tensor, NUMBERS)
+    heads, dim = q.shape[2:]
+    at_most(op, "the number of heads", heads, MAX_HEADS)
+    at_most(op, "the head dim", dim, MAX_DIM)
+    if FP8 in (q.dtype, k.dtype) and not interpreted() and torch.cuda.is_available():
+        if capability(q.device.index) < (8, 9):
+            raise TypeError(f"{op}: float8_e4m3fn needs compute capability 8.9 or newer")
+
+
+def sparse_mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    blocks: Tensor,
+    end: Tensor,
+    *,
+    sparse_block: int,
+    scale: float = 1.0,
+    key_scale: Tensor | None = None,
+    row_start: Tensor | None = None,
+    row_end: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    anchored: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Scores of the candidate columns; see ``dsa::sparse_mqa_logits``.
+
+    Args:
+        q: [B, S, H, D], H at most 128, D at most 256; fp16, bf16, fp32 or float8_e4m3fn.
+        k: [B|1, T, D], likewise. Both fp8, bf16 or fp16: the product runs on tensor cores in that
+            dtype. Otherwise in the narrowest dtype that holds both exactly.
+        weights: [B, S, H]; for fp8 queries with their scales multiplied in.
+        blocks, end: what ``candidate_expand`` returns.
+        key_scale: [B|1, T], multiplied after the sum over heads.
+        out: [B, S, W] to write into; ``out_dtype``: fp32, or bf16 for half the traffic.
+        tiles: launch parameters, for measurements.
+
+    Returns:
+        logits [B, S, W]; -inf where hidden and from ``end`` on.
+    """
+    op = "sparse_mqa_logits"
+    check_operands(op, q, k, weights, key_scale, bias)
+    batch, rows, heads, dim = q.shape
+    width = blocks.shape[2] * sparse_block
+    out = result(out, op, q, (batch, rows, width), out_dtype)
+    if isinstance(out.numel(), int) and out.numel() == 0:
+        return out
+    if isinstance(k.shape[1], int) and k.shape[1] == 0:
+        return out.fill_(float("-inf"))
+    dtype = product_dtype(q.dtype, k.dtype)
+    padded_heads = power_of_two(bound(heads, MAX_HEADS), 16)
+    padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
+    if tiles is None:
+        tiles = choose_tiles(padded_heads, padded_dim, dtype, shared_memory(q.device.index))
+    keys, k_b, _ = by_row(k[:, None], batch, rows, q)
+    lines, blocks_b, blocks_s = by_row(blocks, batch, rows, q)
+    stops, end_b, end_s = by_row(end, batch, rows, q)
+    starts, starts_b, starts_s = by_row(row_start, batch, rows, end)
+    ends, ends_b, ends_s = by_row(row_end, batch, rows, end)
+    key_scales, scale_b, _ = by_row(
+        None if key_scale is None else key_scale[:, None], batch, rows, weights
+    )
+    masks, mask_b, mask_s = by_row(mask, batch, rows, q)
+    biases, bias_b, bias_s = by_row(bias, batch, rows, weights)
+    run = columns_a_program(batch * rows, width, tiles.tile, q.device.index)
+    wrap_triton(sparse_kernel)[(batch * rows, (width + run - 1) // run)](
+        q,
+        keys,
+        weights,
+        lines,
+        stops,
+        starts,
+        ends,
+        key_scales,
+        masks.view(torch.int8) if mask is not None else masks,
+        biases,
+        out,
+        rows,
+        heads,
+        dim,
+        k.shape[1],
+        width,
+        run,
+        scale,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        q.stride(3),
+        k_b,
+        k.stride(1),
+        k.stride(2),
+        weights.stride(0),
+        weights.stride(1),
+        weights.stride(2),
+        blocks_b,
+        blocks_s,
+        blocks.stride(2),
+        end_b,
+        end_s,
+        starts_b,
+        starts_s,
+        ends_b,
+        ends_s,
+        scale_b,
+        0 if key_scale is None else key_scale.stride(1),
+        mask_b,
+        mask_s,
+        0 if mask is None else mask.stride(2),
+        bias_b,
+        bias_s,
+        0 if bias is None else bias.stride(2),
+        width,
+        WIDE_IDS=blocks.dtype == torch.int64,
+        HAS_START=row_start is not None,
+        HAS_END=row_end is not None,
+        HAS_SCALE=key_scale is not None,
+        HAS_MASK=mask is not None,
+        HAS_BIAS=bias is not None,
+        ANCHORED=anchored,
+        SPARSE_BLOCK=sparse_block,
+        HEADS=padded_heads,
+        PADDED_HEADS=not (isinstance(heads, int) and heads == padded_heads),
+        DIM=padded_dim,
+        PADDED_DIM=not (isinstance(dim, int) and dim == padded_dim),
+        TILE=tiles.tile,
+        TYPE=_TYPES[dtype],
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+def columns_a_program(rows: Size, width: Size, tile: int, device: int | None) -> Size:
+    """Columns that one program scores: all of a row's where rows fill the GPU, fewer otherwise."""
+    # Eight programs a multiprocessor even out rows of different lengths; 16 tiles of a program pay
+    # for loading the queries.
+    programs = 8 * processors(device)
+    tiles = (width + tile - 1) // tile
+    run = torch.sym_min(torch.sym_max(rows * tiles // programs, 1), 16)
+    return torch.sym_max(run, (tiles + 65534) // 65535) * tile

@@ -1,0 +1,255 @@
+"""Top-k of strided score rows with an end of their own, and columns back to positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .triton_finish import finish
+from .triton_select import select
+from .triton_tools import (
+    at_most,
+    bound,
+    by_row,
+    cap_registers,
+    known_at_most,
+    power_of_two,
+    processors,
+    require,
+    result,
+    wrap_triton,
+)
+from .validate import Size
+
+SCORES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_TOPK = 4096
+MAX_WIDTH = 2**23
+# Columns that a program holds at once: a whole narrow row, or as much of a wide one as leaves
+# registers for a second program on the multiprocessor (measured on an H200).
+_IN_REGISTERS = 8192
+_STREAMED = 8192
+_REGISTERS = 128
+
+
+class Mapping(NamedTuple):
+    """How columns become positions: through blocks [B|1, S|1, N], or as they are (None)."""
+
+    positions: Size
+    blocks: Tensor | None = None
+    row_start: Tensor | None = None
+    sparse_block: int = 1
+    anchored: bool = False
+    fill: float | None = None
+
+
+class Split(NamedTuple):
+    """Parts of a row that programs of their own reduce first, and the columns of each."""
+
+    parts: Size
+    width: Size
+
+
+def split_rows(rows: Size, width: Size, room: int, device: int | None) -> Split:
+    """As many parts as keep the GPU busy, each at least 4 times as wide as what it hands on."""
+    wanted = torch.sym_max(2 * processors(device) // torch.sym_max(rows, 1), 1)
+    most = torch.sym_max(width // (4 * max(room, 1024)), 1)
+    parts = torch.sym_min(torch.sym_min(wanted, most), 128)
+    part = (width + parts - 1) // parts
+    return Split(parts, (part + 15) // 16 * 16)
+
+
+def scratch_shape(rows: Size, topk: Size) -> tuple[Size, int, int]:
+    """Shape of the int64 ``scratch`` of :func:`select_rows`."""
+    return rows, 1, 2 * power_of_two(bound(topk, MAX_TOPK), 16)
+
+
+def select_rows(
+    op: str,
+    scores: Tensor,
+    *,
+    topk: Size,
+    ends: Tensor | None,
+    sorted: bool = True,
+    starts: Tensor | None = None,
+    mapping: Mapping | None = None,
+    keep_all: bool = False,
+    split: Split | None = None,
+    scratch: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    warps: int | None = None,
+    finish_warps: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Best ``topk`` scores of every row.
+
+    Args:
+        scores: [B, S, W] fp16, bf16 or fp32, any strides; W at most 2**23.
+        topk: at most 4,096.
+        ends: [B|1, S|1]: columns from there on are not looked at; ``starts``: nor those before,
+            only with a mapping without blocks.
+        sorted: descending, ties by column. Otherwise in a fixed but meaningless order.
+        mapping: return positions int64, empty slots holding hidden ones; without it, columns int32
+            and -1.
+        keep_all: -inf can be selected.
+        split: how many programs share a row. Chosen by the number of rows when None.
+        scratch: int64, see :func:`scratch_shape`; used where rows are not split.
+        out: (values [B, S, topk] fp32, indices) to write into.
+
+    Raises:
+        TypeError: a dtype that no kernel takes. ValueError: topk or W is over its limit.
+    """
+    require(op, "scores", scores, SCORES)
+    at_most(op, "topk", topk, MAX_TOPK)
+    batch, rows, width = scores.shape
+    at_most(op, "the width of a row", width, MAX_WIDTH)
+    given = (None, None) if out is None else out
+    values = result(given[0], op, scores, (batch, rows, topk), torch.float32)
+    kind = torch.int32 if mapping is None else torch.int64
+    index = result(given[1], op, scores, (batch, rows, topk), kind)
+    if isinstance(values.numel(), int) and values.numel() == 0:
+        return values, index
+    count = batch * rows
+    k = power_of_two(bound(topk, MAX_TOPK), 16)
+    room = 2 * k
+    if split is None:
+        split = split_rows(count, width, room, scores.device.index)
+    whole = isinstance(split.parts, int) and split.parts == 1
+    survivors = result(scratch if whole else None, op, scores, (count, 1, room), torch.int64)
+    source, stored = scores, False
+    if not whole:
+        handed = scores.new_empty((count, split.parts, room), dtype=torch.int64)
+        _launch_select(scores, starts, ends, handed, topk, split, False, keep_all, warps)
+        source, stored = handed.view(batch, rows, -1), True
+        starts, ends, split = None, None, Split(1, split.parts * room)
+    _launch_select(source, starts, ends, survivors, topk, split, stored, keep_all, warps)
+    to = mapping or Mapping(0)
+    lines, blocks_b, blocks_s = by_row(to.blocks, batch, rows, index)
+    start, start_b, start_s = by_row(to.row_start, batch, rows, index)
+    infinite = to.fill is None or to.fill == float("-inf")
+    if finish_warps is None:
+        finish_warps = max(1, room // 1024)
+    wrap_triton(finish)[(count,)](
+        survivors,
+        start,
+        lines,
+        values,
+        index,
+        rows,
+        topk,
+        to.positions,
+        0.0 if infinite else to.fill,
+        start_b,
+        start_s,
+        blocks_b,
+        blocks_s,
+        0 if to.blocks is None else to.blocks.stride(2),
+        HAS_START=to.row_start is not None,
+        SORTED=sorted,
+        MAP=0 if mapping is None else 2 if to.blocks is None else 1,
+        ANCHORED=to.anchored,
+        SPARSE_BLOCK=to.sparse_block,
+        INFINITE_FILL=infinite,
+        LOG_ROOM=room.bit_length() - 1,
+        LOG_K=k.bit_length() - 1,
+        LOG_WARPS=finish_warps.bit_length() - 1,
+        num_warps=finish_warps,
+    )
+    return values, index
+
+
+def _launch_select(
+    source: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    survivors: Tensor,
+    topk: Size,
+    split: Split,
+    stored: bool,
+    keep_all: bool,
+    warps: int | None,
+) -> None:
+    batch, rows, width = source.shape
+    room = int(survivors.shape[2])
+    start, start_b, start_s = by_row(starts, batch, rows, survivors)
+    end, end_b, end_s = by_row(ends, batch, rows, survivors)
+    groups = max(room, min(1024, power_of_two(bound(split.width, _IN_REGISTERS), 16)))
+    largest = max(_IN_REGISTERS, groups)
+    single = known_at_most(split.width, largest)
+    depth = max(1, _STREAMED // groups)
+    if single:
+        depth = power_of_two(bound(split.width, largest), groups) // groups
+    wrap_triton(select)[(batch * rows, split.parts)](
+        source,
+        start,
+        end,
+        survivors,
+        rows,
+        topk,
+        width,
+        split.width,
+        source.stride(0),
+        source.stride(1),
+        source.stride(2),
+        start_b,
+        start_s,
+        end_b,
+        end_s,
+        STORED=stored,
+        HAS_START=starts is not None,
+        HAS_END=ends is not None,
+        KEEP_ALL=keep_all,
+        SINGLE=single,
+        DEPTH=depth,
+        GROUPS=groups,
+        LOG_ROOM=room.bit_length() - 1,
+        num_warps=warps or max(4, min(16, groups // 128)),
+        **({} if groups > 1024 else cap_registers(_REGISTERS)),
+    )
+
+
+def topk(
+    logits: Tensor,
+    end: Tensor,
+    *,
+    topk: Size,
+    sorted: bool = True,
+    out: tuple[Tensor, Tensor] | None = None,
+    scratch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Best columns below ``end``; see ``dsa::topk``.
+
+    Args:
+        logits: [B, S, W] fp16, bf16 or fp32, any strides, W at most 2**23.
+        end: [B|1, S|1] int32 or int64.
+        topk: at most 4,096; may exceed W.
+
+    Returns:
+        values [B, S, topk] fp32 and columns [B, S, topk] int32, -1 where none was left.
+    """
+    return select_rows("topk", logits, topk=topk, ends=end, sorted=sorted, out=out, scratch=scratch)
+
+
+def topk_positions(
+    logits: Tensor,
+    end: Tensor,
+    blocks: Tensor,
+    row_start: Tensor | None = None,
+    *,
+    topk: Size,
+    num_positions: Size,
+    sparse_block: int,
+    anchored: bool = False,
+    fill: float | None = None,
+    sorted: bool = True,
+    out: tuple[Tensor, Tensor] | None = None,
+    scratch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``topk`` and ``topk_remap`` in one launch: values fp32 and positions int64 [B, S, topk]."""
+    to = Mapping(num_positions, blocks, row_start, sparse_block, anchored, fill)
+    if isinstance(logits.shape[2], int) and logits.shape[2] == 0:
+        # Without a column there is no block to read either: every slot is empty.
+        to = Mapping(num_positions, fill=fill)
+    return select_rows(
+        "topk", logits, topk=topk, ends=end, sorted=sorted, mapping=to, out=out, scratch=scratch
+    )

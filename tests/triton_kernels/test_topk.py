@@ -1,0 +1,156 @@
+"""Selection: exactly the reference's columns, in its order where one is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsa_compile.kernels.triton_remap import topk_remap
+from dsa_compile.kernels.triton_topk import Split, select_rows, topk, topk_positions
+
+from .conftest import ON_GPU
+
+
+def by_column(values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """The same slots in order of columns, empty ones last."""
+    order = torch.where(columns < 0, 2**31, columns.long()).argsort(-1)
+    return values.gather(-1, order), columns.gather(-1, order)
+
+
+def check(scores: Tensor, end: Tensor, k: int, device: str, **kwargs: Any) -> None:
+    # Not on the GPU, where PyTorch sorts NaNs with a sign last.
+    want = tuple(x.to(device) for x in torch.ops.dsa.topk(scores.cpu(), end.cpu(), topk=k))
+    scores, end = scores.to(device), end.to(device)
+    got = select_rows("topk", scores, topk=k, ends=end, **kwargs)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    got = select_rows("topk", scores, topk=k, ends=end, sorted=False, **kwargs)
+    torch.testing.assert_close(by_column(*got), by_column(*want), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width, k", [(1, 1), (5, 9), (100, 7), (1000, 16), (1000, 33), (40, 40)])
+def test_random_scores(width: int, k: int, dtype: torch.dtype, device: str) -> None:
+    end = torch.randint(-1, width + 2, (2, 2)).int()
+    check(torch.randn(2, 2, width).to(dtype), end, k, device)
+
+
+@pytest.mark.parametrize("kind", ["few values", "constant", "one group", "nan", "inf", "zeros"])
+def test_scores_that_defeat_a_threshold(kind: str, device: str) -> None:
+    """Long ties, and rows whose best columns all fall into few groups."""
+    x = torch.randn(1, 2, 3000)
+    if kind == "few values":
+        x = x.round()
+    elif kind == "constant":
+        x = torch.full_like(x, 1.5)
+    elif kind == "one group":
+        x[..., ::32] = 100 + torch.arange(94.0)
+    elif kind == "nan":
+        x[..., ::7] = torch.nan
+        x[..., 3::7] = -torch.tensor(torch.nan)
+    elif kind == "inf":
+        x[..., ::3], x[..., 1::3] = torch.inf, -torch.inf
+    else:
+        x = torch.where(torch.rand_like(x) < 0.5, 0.0, -0.0)
+    check(x, torch.tensor([[3000, 2777]]), 9, device)
+
+
+@pytest.mark.parametrize(
+    "split, ties", [(None, True), (Split(5, 8000), True), (Split(3, 13344), False)]
+)
+def test_rows_wider_than_registers(ties: bool, split: Split | None, device: str) -> None:
+    x = torch.randn(1, 1, 40_000)
+    x = (2 * x).round() if ties else x
+    check(x, torch.tensor([[39_999]]), 40, device, split=split)
+
+
+def test_clustered_scores(device: str) -> None:
+    """Neighbouring columns score alike, as in real contexts."""
+    x = torch.sin(torch.arange(20_000) / 900)[None, None] + 1e-3 * torch.randn(1, 1, 20_000)
+    check(x, torch.tensor([[20_000]]), 64, device)
+
+
+@pytest.mark.parametrize("how", ["transposed", "sliced", "padded"])
+def test_strides(how: str, device: str) -> None:
+    if how == "transposed":
+        x = torch.randn(1, 300, 7).mT
+    elif how == "sliced":
+        x = torch.randn(1, 7, 500)[..., 3:303]
+    else:
+        x = torch.randn(1, 7, 512)[..., :300]
+    check(x, torch.full((1, 1), 300), 5, device)
+
+
+def test_rows_beyond_two_to_the_31_elements(device: str) -> None:
+    room = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=device)
+    x = room.as_strided((1, 3, 300), (0, 2**30, 1))
+    for row in range(3):
+        x[:, row] = torch.randn(1, 300, device=device).bfloat16()
+    check(x, torch.full((1, 1), 300), 16, device)
+
+
+def test_equal_calls_give_equal_results(device: str) -> None:
+    x = torch.randint(-50, 50, (1, 3, 1000)).float().to(device)
+    end = torch.tensor([[1000, 512, 1]], device=device)
+    first = topk(x, end, topk=30, sorted=False)
+    for _ in range(10 if ON_GPU else 2):
+        again = topk(x, end, topk=30, sorted=False)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+@pytest.mark.parametrize("k", [512, 2048, 4096] if ON_GPU else [600])
+def test_slots_that_models_ask_for(k: int, device: str) -> None:
+    """One row in the interpreter, whose sort is slow; many and wide ones on a GPU."""
+    for rows, width in ((64, 16_384), (3, 200_000), (1, 2**21)) if ON_GPU else ((1, 4000),):
+        x = torch.randn(1, rows, width)
+        end = torch.randint(1, width + 1, (1, rows))
+        end[0, 0] = width
+        check(x, end, k, device)
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("fill", [None, -1e9])
+def test_positions_in_one_launch(anchored: bool, fill: float | None, device: str) -> None:
+    """Hidden positions for empty slots are part of the meaning: exactly the reference's."""
+    n, sparse_block = 70, 4
+    blocks = torch.stack([torch.randperm(17)[:12].sort().values for _ in range(6)])
+    blocks = blocks.view(2, 3, 12).int().to(device)
+    start = torch.randint(0, 9, (2, 1), device=device)
+    x = torch.randn(2, 3, 48, device=device)
+    end = torch.tensor([[48, 20, 0], [3, 47, 12]], device=device)
+    kwargs = {
+        "num_positions": n,
+        "sparse_block": sparse_block,
+        "anchored": anchored,
+        "fill": fill,
+    }
+    picked = torch.ops.dsa.topk(x, end, topk=25)
+    want = torch.ops.dsa.topk_remap(*picked, blocks, start, **kwargs)
+    got = topk_positions(x, end, blocks, start, topk=25, **kwargs)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    alone = topk_remap(*picked, blocks, start, **kwargs)
+    torch.testing.assert_close(alone, want, rtol=0, atol=0)
+    loose = topk_positions(x, end, blocks, start, topk=25, sorted=False, **kwargs)
+    torch.testing.assert_close(
+        by_column(*loose), by_column(*want), rtol=0, atol=0, check_dtype=False
+    )
+
+
+def test_remap_finds_empty_slots_anywhere(device: str) -> None:
+    columns = torch.tensor([[[-1, 3, -1, 0]]], dtype=torch.int32, device=device)
+    values = torch.tensor([[[9.0, 1.0, 9.0, 2.0]]], device=device)
+    blocks = torch.tensor([[[4]]], dtype=torch.int32, device=device)
+    kwargs = {"num_positions": 20, "sparse_block": 4}
+    got = topk_remap(values, columns, blocks, **kwargs)
+    want = torch.ops.dsa.topk_remap(values, columns, blocks, **kwargs)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_limits_are_named(device: str) -> None:
+    x, end = torch.zeros(1, 1, 5000, device=device), torch.tensor([[1]], device=device)
+    with pytest.raises(ValueError, match="4097"):
+        topk(x, end, topk=4097)
+    with pytest.raises(TypeError, match="float64"):
+        topk(x.double(), end, topk=4)
