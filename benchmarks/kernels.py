@@ -36,6 +36,7 @@ from dsa_compile.kernels.triton_topk import topk_positions
 
 FP8 = torch.float8_e4m3fn
 DIM, BLOCK, CANDIDATES, TOPK = 128, 8, 2048, 512
+PARTS = ("kernels", "layers", "single", "crossover")
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
@@ -220,7 +221,7 @@ def crossovers(results: Results, rows: int) -> None:
         size = {"heads": heads, "head_dim": DIM, "itemsize": dtype.itemsize}
         said = crossover(CEILINGS["sm90"], columns=CANDIDATES * BLOCK, **size)
         points: list[tuple[int, float]] = []
-        for positions in (16384, 20480, 24576, 28672, 32768, 40960):
+        for positions in (12288, 16384, 18432, 20480, 32768):
             p, ids = Problem.draw(rows, heads, positions, dtype), random_blocks(rows, positions)
             blocks, end = candidate_expand(
                 ids, num_positions=positions, block_size=BLOCK, sparse_block=BLOCK
@@ -245,19 +246,26 @@ def _where_one(points: list[tuple[int, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--positions", type=int, nargs="+", default=[16384, 131072, 1048576])
+    parser.add_argument(
+        "--positions", type=int, nargs="+", default=[16384, 131072, 524288, 1048576]
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the table"
+    )
     parser.add_argument("--compile", action="store_true", help="time the compiled dense form too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/kernels.py needs a CUDA GPU; none was found")
     torch.manual_seed(0)
     results = Results()
-    parts(results, args.rows, 131072)
-    for positions in args.positions:
+    if "kernels" in args.only:
+        parts(results, args.rows, 131072)
+    for positions in args.positions if "layers" in args.only else ():
         layers(results, args.rows, positions, args.compile)
-    for positions in (8192, 32768):
+    for positions in (8192, 32768, 131072) if "single" in args.only else ():
         single_level(results, args.rows, positions)
-    crossovers(results, args.rows)
+    if "crossover" in args.only:
+        crossovers(results, args.rows)
     Console(width=150).print(results.table)
 
 
