@@ -221,7 +221,7 @@ def crossovers(results: Results, rows: int) -> None:
         size = {"heads": heads, "head_dim": DIM, "itemsize": dtype.itemsize}
         said = crossover(CEILINGS["sm90"], columns=CANDIDATES * BLOCK, **size)
         points: list[tuple[int, float]] = []
-        for positions in (12288, 16384, 18432, 20480, 32768):
+        for positions in (16384, 18432, 20480, 32768):
             p, ids = Problem.draw(rows, heads, positions, dtype), random_blocks(rows, positions)
             blocks, end = candidate_expand(
                 ids, num_positions=positions, block_size=BLOCK, sparse_block=BLOCK

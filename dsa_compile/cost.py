@@ -93,8 +93,8 @@ def crossover(ceilings: Ceilings, *, columns: int, heads: int, head_dim: int, it
     """
     given = {HEADS: heads, HEAD_DIM: head_dim, COLUMNS: columns, **ceilings.values(itemsize)}
     equal = sympy.Eq(DENSE_SECONDS / ROWS, SPARSE_SECONDS / ROWS).subs(given)
-    (positions,) = sympy.solve(equal, POSITIONS)
-    return max(columns, math.ceil(positions))
+    # No number of positions is positive where making the flags costs more than all columns.
+    return max([columns, *(math.ceil(p) for p in sympy.solve(equal, POSITIONS))])
 
 
 def crossover_on(target: Target, provider: str) -> Crossover | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import sympy  # type: ignore[import-untyped]
 
@@ -45,7 +43,8 @@ def test_more_candidates_need_more_context() -> None:
     at = crossover_on(Target("sm90"), "triton")
     assert at is not None
     found = [at(n, 32, 128, 1) for n in (2048, 8192, 16384)]
-    assert found == sorted(found) and math.isclose(found[2] / found[0], 8, rel_tol=0.01)
+    assert found == sorted(found)
+    assert all(n >= columns for n, columns in zip(found, (2048, 8192, 16384), strict=True))
 
 
 def test_only_the_gpu_kernels_are_told() -> None:
