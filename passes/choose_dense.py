@@ -7,13 +7,21 @@ from shapes alone, in one op that holds both forms.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from dsa_compile.passes.context import PassContext, PassResult
-from dsa_compile.passes.graph_tools import dtype_of, erase_unused, namespace, op_name, value
+from dsa_compile.passes.graph_tools import (
+    dtype_of,
+    erase_unused,
+    is_view,
+    namespace,
+    op_name,
+    value,
+)
 from dsa_compile.passes.read_selection import constant_size
 
 _BOTH = "select_columns"
@@ -56,4 +64,20 @@ def _join(graph: fx.Graph, selection: fx.Node, context: PassContext) -> bool:
         both = graph.call_function(getattr(library, _BOTH).default, logits.args, kwargs)
     both.meta = dict(selection.meta)
     selection.replace_all_uses_with(both)
+    _note(both, below, context)
     return True
+
+
+def _note(both: fx.Node, below: int, context: PassContext) -> None:
+    """Name the crossover at the sites whose picks come from here."""
+    made, stack = set(), [both]
+    while stack:
+        for user in stack.pop().users:
+            if op_name(user) == "getitem" or is_view(user):
+                made.add(user.name)
+                stack.append(user)
+    sites = context.recorder.sites
+    for pair in context.recorder.pairs:
+        if pair.new_indices in made:
+            note = f"contexts of fewer than {below:,} positions are scored densely"
+            sites[pair.site] = replace(sites[pair.site], notes=(*sites[pair.site].notes, note))

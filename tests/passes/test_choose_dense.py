@@ -10,7 +10,7 @@ from pass_models import BLOCK, BLOCKS, DIM, HEADS, TwoLevel, calls, captured, hi
 
 from dsa_compile.kernels import reference_sparse
 from dsa_compile.passes import choose_dense, fuse_remap
-from dsa_compile.passes.context import PassContext
+from dsa_compile.passes.context import PassContext, Recorder
 from dsa_compile.passes.pipeline import run_pipeline
 
 SPACE = "dsa_choice_in_a_test"
@@ -53,15 +53,16 @@ LIBRARY.impl("topk_positions", topk_positions, "CompositeExplicitAutograd")
 LIBRARY.impl("select_columns", select_columns, "CompositeExplicitAutograd")
 
 
-def lowered() -> torch.fx.GraphModule:
+def lowered() -> tuple[torch.fx.GraphModule, Recorder]:
     """A source and a consumer on the ops of the library, top-k and remap fused."""
-    done = run_pipeline(captured(TwoLevel(), hidden()), provider="reference").graph_module
+    result = run_pipeline(captured(TwoLevel(), hidden()), provider="reference")
+    done = result.graph_module
     for name in ("topk", "topk_remap", "sparse_mqa_logits"):
         for node in calls(done, name):
             node.target = getattr(getattr(torch.ops, SPACE), name).default
     fuse_remap.run(done, PassContext())
     done.recompile()
-    return done
+    return done, Recorder(list(result.sites), list(result.pairs))
 
 
 def test_the_crossover_is_asked_for_and_written_down() -> None:
@@ -71,21 +72,23 @@ def test_the_crossover_is_asked_for_and_written_down() -> None:
         asked.append(sizes)
         return 99
 
-    done, x = lowered(), hidden()
+    (done, recorder), x = lowered(), hidden()
     with torch.no_grad():
         want = done(x)
-        assert choose_dense.run(done, PassContext(crossover=crossover)).changed
+        assert choose_dense.run(done, PassContext(recorder=recorder, crossover=crossover)).changed
         done.recompile()
         assert same_sets(done(x), want)
     assert asked == [(BLOCKS * BLOCK, HEADS, DIM, 4)]
     (node,) = calls(done, "select_columns")
     assert node.kwargs["dense_below"] == 99
+    notes = [any("fewer than 99 positions" in n for n in s.notes) for s in recorder.sites]
+    assert notes == [s.status == "rewritten" for s in recorder.sites]
     assert [len(calls(done, n)) for n in ("sparse_mqa_logits", "topk_positions")] == [0, 0]
 
 
 @pytest.mark.parametrize("spoil", ["no crossover", "another user", "a mask"])
 def test_it_stays_two_calls(spoil: str) -> None:
-    done = lowered()
+    done, _ = lowered()
     (logits,) = calls(done, "sparse_mqa_logits")
     if spoil == "another user":
         (end,) = done.graph.find_nodes(op="output")
