@@ -127,8 +127,11 @@ def split_masks(trace: ScoreTrace, roles: Roles, *, dense: bool = True) -> Masks
             raise Refusal("a number per row is added to the scores", 5)
     fills = {f for p in parts for f in p.fills} or {float("-inf")}
     finite = [i for i, p in enumerate(parts) if p.addend is not None and p.finite() and p.terms]
-    # Masks are in walking order: the one added first is the last.
-    swallowed = finite == [len(parts) - 1] and _swallows(trace.masks[-1], max(fills))
+    # Masks are in walking order: the one added first is the last. Nothing else may be added: what
+    # hides by data alone has no such value.
+    swallowed = (
+        not addends and finite == [len(parts) - 1] and _swallows(trace.masks[-1], max(fills))
+    )
     exact = len(fills) == 1 and (not finite or swallowed)
     return Masks(
         tuple(t for t in unique if t not in candidate),

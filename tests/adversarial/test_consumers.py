@@ -114,3 +114,24 @@ def test_a_bound_may_be_the_largest_number(dtype: torch.dtype) -> None:
     last = torch.arange(20).reshape(1, 20, 1).expand(2, 20, 1).to(dtype)
     limit = torch.full_like(last, torch.iinfo(dtype).max)
     check(Case(Bounded(), (hidden_states(), last), [(hidden_states(), limit)]))
+
+
+class AddedTwice(Consumer):
+    """Hides by the lowest number, added once, and adds numbers that may hide on their own."""
+
+    def forward(self, x: Tensor, ids: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
+        position = torch.arange(x.shape[1])
+        shown = self.causal(x) & inside(ids, position)
+        lowest = torch.finfo(torch.float32).min
+        hidden = torch.where(shown, 0.0, lowest)
+        values, indices = (self.raw(x) + (hidden + extra)).topk(6)
+        return values, indices.masked_fill(values <= lowest / 2, -1)
+
+
+def test_a_fill_that_swallows_scores_does_not_swallow_what_else_is_added() -> None:
+    def given(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        # So much is hidden by it that rows show it among their six best.
+        added = torch.where(flags_of(20, seed) & (torch.arange(20) % 5 == 0), 0.0, NEG)
+        return hidden_states(2, 20, seed), ids_of(2, 20, seed), added
+
+    check(Case(AddedTwice(ODD_IDS["as they are"]), given(0), others=[given(1), given(2)]))
