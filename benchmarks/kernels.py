@@ -110,11 +110,16 @@ class Results:
             self.table.add_column(name, justify="left" if name in ("work", "peer") else "right")
 
     def add(
-        self, work: str, ms: float, rate: str = "", peer: str = "", peer_ms: float | None = None
+        self,
+        work: str,
+        ms: float | None,
+        rate: str = "",
+        peer: str = "",
+        peer_ms: float | None = None,
     ) -> None:
-        faster = "" if peer_ms is None else f"{peer_ms / ms:.2f}"
+        faster = "" if peer_ms is None or ms is None else f"{peer_ms / ms:.2f}"
         theirs = "" if peer_ms is None else f"{peer_ms:.4f}"
-        self.table.add_row(work, f"{ms:.4f}", rate, peer, theirs, faster)
+        self.table.add_row(work, "" if ms is None else f"{ms:.4f}", rate, peer, theirs, faster)
 
 
 def parts(results: Results, rows: int, positions: int) -> None:
@@ -232,7 +237,7 @@ def crossovers(results: Results, rows: int) -> None:
             dense = milliseconds(partial(form, dense_below=positions + 1))
             points.append((positions, dense / sparse))
             results.add(f"sparse selection {name} T {positions}", sparse, "", "dense form", dense)
-        results.add(f"crossover {name}", 0.0, f"measured {_where_one(points)}, model {said}")
+        results.add(f"crossover {name}", None, f"measured {_where_one(points)}, model {said}")
 
 
 def _where_one(points: list[tuple[int, float]]) -> str:
