@@ -5,6 +5,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# For a build of torch that brings none of its own.
+TRITON ?= triton==3.6.0
 VENV ?= .venv
 
 BIN := $(CURDIR)/$(VENV)/bin
@@ -25,6 +27,7 @@ $(STAMP): pyproject.toml
 	@echo "installing $(TORCH) and dsa-compile into $(VENV)"
 	@$(PIP) 'setuptools>=77' '$(TORCH)'
 	@$(PIP) --no-build-isolation --editable '.[test,dev,examples]' '$(TORCH)'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) '$(TRITON)'
 	@touch $@
 
 demo: $(STAMP)
