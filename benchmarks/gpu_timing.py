@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -39,6 +40,14 @@ def replay_seconds(call: Callable[[], object], *, runs: int = 30, warmup: int = 
         stop.record()
     torch.cuda.synchronize()
     return median(start.elapsed_time(stop) for start, stop in pairs) / 1000
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Median time of a call replayed as a CUDA graph."""
+    from triton.testing import do_bench_cudagraph
+
+    with torch.no_grad():
+        return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -13,113 +13,39 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from gpu_layer import (
+    BLOCK,
+    CANDIDATES,
+    DIM,
+    FP8,
+    TOPK,
+    Problem,
+    Results,
+    consumer,
+    deep_gemm_layer,
+    deep_gemm_scores,
+    dense_below,
+    dense_form,
+    random_blocks,
+)
+from gpu_timing import milliseconds, peak_bytes
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
 import dsa_compile.kernels.triton  # noqa: F401 (fails early without Triton)
-from dsa_compile.cost import CEILINGS, crossover
-from dsa_compile.kernels import deep_package
-from dsa_compile.kernels.deep_dense import dense_scores
 from dsa_compile.kernels.triton_choice import select_columns
 from dsa_compile.kernels.triton_dense import score_rows
 from dsa_compile.kernels.triton_expand import candidate_expand
 from dsa_compile.kernels.triton_indexer import indexer_select
-from dsa_compile.kernels.triton_sparse import sparse_mqa_logits
+from dsa_compile.kernels.triton_sparse import scorer_tiles, sparse_mqa_logits
+from dsa_compile.kernels.triton_tiles import columns_for_maxima, maxima_groups
 from dsa_compile.kernels.triton_topk import topk_positions
 
-FP8 = torch.float8_e4m3fn
-DIM, BLOCK, CANDIDATES, TOPK = 128, 8, 2048, 512
-PARTS = ("kernels", "layers", "single", "crossover")
-
-
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of a call replayed as a CUDA graph."""
-    from triton.testing import do_bench_cudagraph
-
-    with torch.no_grad():
-        return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Operands of one layer: q [1, S, H, D], k [1, T, D], weights fp32, key scales for fp8."""
-
-    q: Tensor
-    k: Tensor
-    weights: Tensor
-    key_scale: Tensor | None
-
-    @staticmethod
-    def draw(rows: int, heads: int, positions: int, dtype: torch.dtype) -> Problem:
-        scale = torch.rand(1, positions, device="cuda") if dtype == FP8 else None
-        return Problem(
-            torch.randn(1, rows, heads, DIM, device="cuda").to(dtype),
-            torch.randn(1, positions, DIM, device="cuda").to(dtype),
-            torch.randn(1, rows, heads, device="cuda"),
-            scale,
-        )
-
-
-def random_blocks(rows: int, positions: int) -> Tensor:
-    """Published ids [1, S, C] int32 in no order, other ones in every row."""
-    total = positions // BLOCK
-    count = min(CANDIDATES, total)
-    draws = [torch.rand(256, total, device="cuda").topk(count).indices for _ in range(rows // 256)]
-    return torch.cat(draws)[None].int()
-
-
-def dense_form(p: Problem, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """A consumer layer as models write it: every position scored, then masked."""
-    product = torch.einsum("bshd,btd->bsht", p.q, p.k).relu()
-    scores = torch.einsum("bsht,bsh->bst", product.float(), p.weights)
-    return masked_topk(scores, ids)
-
-
-def masked_topk(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The best positions [1, S, k] of scores [1, S, T] inside candidate blocks."""
-    positions = scores.shape[-1]
-    keep = torch.zeros(*ids.shape[:2], positions // BLOCK, dtype=torch.bool, device="cuda")
-    keep = keep.scatter(-1, ids.long(), True).repeat_interleave(BLOCK, -1)
-    values, indices = scores.masked_fill(~keep, -torch.inf).topk(TOPK)
-    return values, indices
-
-
-def consumer(p: Problem, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The same layer on the kernels."""
-    shape: dict[str, Any] = {"num_positions": p.k.shape[1], "sparse_block": BLOCK}
-    blocks, end = candidate_expand(ids, block_size=BLOCK, **shape)
-    logits = sparse_mqa_logits(
-        p.q, p.k, p.weights, blocks, end, sparse_block=BLOCK, key_scale=p.key_scale
-    )
-    return topk_positions(logits, end, blocks, topk=TOPK, **shape)
-
-
-class Results:
-    """Rows of the table, printed as they come."""
-
-    def __init__(self) -> None:
-        self.table = Table(title=torch.cuda.get_device_name())
-        for name in ("work", "ms", "rate", "peer", "peer ms", "times faster"):
-            self.table.add_column(name, justify="left" if name in ("work", "peer") else "right")
-
-    def add(
-        self,
-        work: str,
-        ms: float | None,
-        rate: str = "",
-        peer: str = "",
-        peer_ms: float | None = None,
-    ) -> None:
-        faster = "" if peer_ms is None or ms is None else f"{peer_ms / ms:.2f}"
-        theirs = "" if peer_ms is None else f"{peer_ms:.4f}"
-        self.table.add_row(work, "" if ms is None else f"{ms:.4f}", rate, peer, theirs, faster)
+PARTS = ("kernels", "layers", "single", "crossover", "decode", "pairs")
+SINGLE_TOPK = 2048
 
 
 def parts(results: Results, rows: int, positions: int) -> None:
@@ -143,14 +69,34 @@ def parts(results: Results, rows: int, positions: int) -> None:
         flops = 2 * rows * width * heads * DIM
         rate = f"{size / ms / 1e9:.1f} TB/s {flops / ms / 1e9:.0f} TFLOP/s"
         results.add(f"score {str(dtype)[6:]} {heads} heads {at}", ms, rate)
+    p = Problem.draw(rows, 32, positions, FP8)
+    tile = scorer_tiles(p.q, p.k).tile
+    run = columns_for_maxima(rows, width, TOPK, tile, 0)
+    assert run is not None, "the scorer keeps maxima of these rows"
+    maxima = torch.empty(rows, int(maxima_groups(width, run, tile)), device="cuda")
+    sparse_mqa_logits(
+        p.q,
+        p.k,
+        p.weights,
+        blocks,
+        end,
+        sparse_block=BLOCK,
+        key_scale=p.key_scale,
+        out=logits,
+        run=run,
+        maxima=maxima,
+    )
+    select = partial(topk_positions, end=end, blocks=blocks, topk=TOPK, **shape)
     for dtype in (torch.float32, torch.bfloat16):
         x = logits.to(dtype)
         peer = milliseconds(partial(x.topk, TOPK, dim=-1))
-        select = partial(topk_positions, x, end, blocks, topk=TOPK, **shape)
         for order in (True, False):
             name = f"select + remap {str(dtype)[6:]} {at} k {TOPK} {'sorted' if order else 'any'}"
-            ms = milliseconds(partial(select, sorted=order))
+            ms = milliseconds(partial(select, x, sorted=order))
             results.add(name, ms, "", "torch.topk alone", peer)
+            if dtype == torch.float32:
+                ms = milliseconds(partial(select, x, sorted=order, maxima=maxima))
+                results.add(f"{name}, with maxima", ms, "", "torch.topk alone", peer)
     for some in (1, 16, 64):
         x, e, b = logits[:, :some], end[:, :some], blocks[:, :some]
         ms = milliseconds(partial(topk_positions, x, e, b, topk=TOPK, **shape))
@@ -179,52 +125,100 @@ def layers(results: Results, rows: int, positions: int, compiled: bool) -> None:
     results.add(name, ms, "", "torch.compile dense form", theirs)
 
 
-def single_level(results: Results, rows: int, positions: int) -> None:
-    """Dense scores and selection, 64 heads, fp8."""
-    p = Problem.draw(rows, 64, positions, FP8)
-    scores = torch.empty(1, rows, positions, device="cuda")
+def single_level(results: Results, rows: int, positions: int, dtype: torch.dtype) -> None:
+    """Dense scores and selection, 64 heads."""
+    p = Problem.draw(rows, 64, positions, dtype)
+    name = f"{str(dtype)[6:]} 64 heads {rows} x {positions}"
+    k = min(SINGLE_TOPK, positions)
+    # As many rows at a time as the op itself scores.
+    few = min(rows, (256 << 20) // (4 * positions))
+    part = Problem(p.q[:, :few], p.k, p.weights[:, :few], p.key_scale)
+    scores = torch.empty(1, few, positions, device="cuda")
     none: dict[str, Any] = dict.fromkeys(("row_start", "row_end", "mask", "bias"))
-    score = partial(score_rows, p.q, p.k, p.weights, scores, scale=1.0, key_scale=p.key_scale)
-    ms = milliseconds(partial(score, **none))
+    score = partial(score_rows, part.q, p.k, part.weights, scores, scale=1.0)
+    ms = milliseconds(partial(score, key_scale=p.key_scale, **none)) * rows / few
     rate = f"{2 * rows * positions * 64 * DIM / ms / 1e9:.0f} TFLOP/s"
     theirs = deep_gemm_scores(p)
     peer = ("DeepGEMM", milliseconds(theirs)) if theirs else ()
-    results.add(f"dense score fp8 64 heads {rows} x {positions}", ms, rate, *peer)
-    kwargs: dict[str, Any] = {"topk": min(2048, positions), "key_scale": p.key_scale}
-    ms = milliseconds(partial(indexer_select, p.q, p.k, p.weights, **kwargs))
-    both = None if theirs is None else partial(_scores_and_topk, theirs, kwargs["topk"])
-    peer = ("DeepGEMM, torch.topk", milliseconds(both)) if both else ()
-    results.add(f"dense score + top-2048 fp8 64 heads {rows} x {positions}", ms, "", *peer)
+    results.add(f"dense score {name}", ms, rate, *peer)
+    whole = partial(indexer_select, p.q, p.k, p.weights, topk=k, key_scale=p.key_scale)
+    ours = milliseconds(whole)
+    library = milliseconds(partial(scores.topk, k, dim=-1)) * rows / few
+    no_end = torch.full((1, few), positions, device="cuda", dtype=torch.int32)
+    own = partial(dsa_compile.kernels.triton.topk, scores, no_end, topk=k)
+    best = min(library, milliseconds(own) * rows / few)
+    if not peer:
+        results.add(f"dense score + top-{k} {name}", ours)
+    else:
+        named = f"DeepGEMM {peer[1]:.3f} + better top-k {best:.3f}"
+        results.add(f"dense score + top-{k} {name}", ours, "", named, peer[1] + best)
+    small = max(1, min(rows, (4 << 30) // (positions * 64 * 6)))
+    plain = Problem(p.q[:, :small], p.k, p.weights[:, :small], None)
+    used = peak_bytes(whole)
+    theirs_bytes = peak_bytes(partial(_plain_single, plain, k)) * rows / small
+    memory = f"{used / 2**20:.0f} MiB, PyTorch {theirs_bytes / 2**20:.0f} MiB"
+    results.add(f"memory of it {name}", None, memory)
 
 
-def _scores_and_topk(score: Callable[[], Tensor], k: int) -> Any:
-    return score().topk(k, dim=-1)
+def _plain_single(p: Problem, k: int) -> Any:
+    q, key = (x.bfloat16() for x in (p.q, p.k))
+    product = torch.einsum("bshd,btd->bsht", q, key).relu()
+    return torch.einsum("bsht,bsh->bst", product.float(), p.weights).topk(k)
 
 
-def deep_gemm_scores(p: Problem) -> Callable[[], Tensor] | None:
-    """DeepGEMM's dense fp8 scores of the same problem, where it is installed."""
-    package = deep_package.find()
-    if not isinstance(package, deep_package.DeepGemm):
-        return None
+def decode(results: Results, positions: int, compiled: bool) -> None:
+    """Few rows, as in decoding: the layer against every dense form that there is."""
+    for rows in (1, 16, 64, 256):
+        ids = random_blocks(rows, positions)
+        for dtype in (FP8, torch.bfloat16):
+            p = Problem.draw(rows, 32, positions, dtype)
+            ours = milliseconds(partial(consumer, p, ids))
+            peers = {"dense form on our kernels": partial(consumer, p, ids, positions + 1)}
+            deep = deep_gemm_layer(p, ids) if dtype == FP8 else None
+            if deep:
+                peers["DeepGEMM dense, mask, torch.topk"] = deep
+            if compiled and dtype == torch.bfloat16 and rows * positions <= 1 << 26:
+                peers["torch.compile dense form"] = partial(torch.compile(dense_form), p, ids)
+            times = {name: milliseconds(run) for name, run in peers.items()}
+            best = min(times, key=lambda name: times[name])
+            results.add(
+                f"decode {str(dtype)[6:]} {rows} rows T {positions}", ours, "", best, times[best]
+            )
 
-    def score() -> Tensor:
-        return dense_scores(p.q, p.k, p.weights, key_scale=p.key_scale, package=package).logits
 
-    return score
+def pairs(results: Results, rows: int, positions: int) -> None:
+    """What adjacent rows would win at most by sharing the loads of their common candidates.
+
+    A pair is scored as one row of twice the heads over the union of its candidates: it costs what
+    the pair would, without the second result and without finding the union.
+    """
+    ids = random_blocks(rows, positions)
+    one = Problem.draw(rows, 32, positions, FP8)
+    two = Problem.draw(rows // 2, 64, positions, FP8)
+    blocks, end = _expanded(ids, positions)
+    alone = milliseconds(partial(_scores, one, blocks, end))
+    for common in (0.9, 0.5, 0.0):
+        ids = random_blocks(rows // 2, positions, int(CANDIDATES * (2 - common)))
+        union, stop = _expanded(ids, positions)
+        ms = milliseconds(partial(_scores, two, union, stop))
+        results.add(f"score in pairs, {common:.0%} in common, at best", ms, "", "row by row", alone)
 
 
-def deep_gemm_layer(p: Problem, ids: Tensor) -> Callable[[], Any] | None:
-    """DeepGEMM's dense scores, the candidate mask and torch.topk."""
-    score = deep_gemm_scores(p)
-    return None if score is None else lambda: masked_topk(score(), ids)
+def _expanded(ids: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return candidate_expand(ids, num_positions=positions, block_size=BLOCK, sparse_block=BLOCK)
+
+
+def _scores(p: Problem, blocks: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    return sparse_mqa_logits(
+        p.q, p.k, p.weights, blocks, end, sparse_block=BLOCK, key_scale=p.key_scale
+    )
 
 
 def crossovers(results: Results, rows: int) -> None:
     """Both forms of a consumer's selection, and from how many positions the sparse one wins."""
     for dtype, heads in ((FP8, 32), (FP8, 64), (torch.bfloat16, 32), (torch.bfloat16, 64)):
         name = f"{str(dtype)[6:]} {heads} heads {rows} rows"
-        size = {"heads": heads, "head_dim": DIM, "itemsize": dtype.itemsize}
-        said = crossover(CEILINGS["sm90"], columns=CANDIDATES * BLOCK, **size)
+        said = dense_below(Problem.draw(1, heads, 1024, dtype))
         points: list[tuple[int, float]] = []
         for positions in (16384, 18432, 20480, 32768):
             p, ids = Problem.draw(rows, heads, positions, dtype), random_blocks(rows, positions)
@@ -267,8 +261,13 @@ def main() -> None:
         parts(results, args.rows, 131072)
     for positions in args.positions if "layers" in args.only else ():
         layers(results, args.rows, positions, args.compile)
-    for positions in (8192, 32768, 131072) if "single" in args.only else ():
-        single_level(results, args.rows, positions)
+    for positions in (8192, 32768, 131072, 262144) if "single" in args.only else ():
+        for dtype in (FP8, torch.bfloat16):
+            single_level(results, args.rows, positions, dtype)
+    for positions in (32768, 131072, 1048576) if "decode" in args.only else ():
+        decode(results, positions, args.compile)
+    if "pairs" in args.only:
+        pairs(results, args.rows, 131072)
     if "crossover" in args.only:
         crossovers(results, args.rows)
     Console(width=150).print(results.table)

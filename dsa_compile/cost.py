@@ -71,12 +71,12 @@ class Ceilings:
 # times that benchmarks/kernels.py prints.
 CEILINGS: dict[str, Ceilings] = {
     "sm90": Ceilings(
-        dense_rate={1: 779e12, 2: 622e12, 4: 40e12},
-        dense_each={1: 0.69e-11, 2: 1.76e-11, 4: 1.76e-11},
-        dense_row=4.5e-8,
-        sparse_rate={1: 696e12, 2: 367e12, 4: 30e12},
-        gather={1: 7.65e12, 2: 8.2e12, 4: 8.2e12},
-        ranking=3.0e11,
+        dense_rate={1: 969e12, 2: 471e12, 4: 40e12},
+        dense_each={1: 0.39e-11, 2: 0.18e-11, 4: 0.18e-11},
+        dense_row=7.5e-8,
+        sparse_rate={1: 750e12, 2: 406e12, 4: 30e12},
+        gather={1: 7.78e12, 2: 8.13e12, 4: 8.13e12},
+        ranking=3.5e11,
         measured=True,
     ),
 }

@@ -38,18 +38,23 @@ except (ImportError, AttributeError, AssertionError) as error:
     ) from error
 
 from . import results
-from .register import _autograd
+from .register import define, packed
 from .results import RESULTS, Results
 from .schemas import SCHEMAS
-from .triton_choice import select_columns
+from .serving_results import SERVING_RESULTS
+from .serving_schemas import SERVING_SCHEMAS
+from .triton_choice import FEW_ROWS, FEW_ROWS_RATIO, select_columns
+from .triton_columns import candidate_columns, columns_kernel
 from .triton_dense import dense_scores
-from .triton_expand import candidate_columns, candidate_expand, columns_kernel, expand_kernel
+from .triton_expand import candidate_expand, expand_kernel
 from .triton_finish import finish
+from .triton_flags import flags_kernel
 from .triton_indexer import indexer_block_max, indexer_publish, indexer_select
 from .triton_maxima import block_max_kernel
 from .triton_remap import remap_kernel, topk_remap
 from .triton_scores import sparse_kernel
 from .triton_select import select
+from .triton_serving import SERVING_JIT_KERNELS, SERVING_KERNELS
 from .triton_sparse import FP8, sparse_mqa_logits
 from .triton_tools import check_device, interpreted
 from .triton_topk import topk, topk_positions
@@ -66,7 +71,8 @@ SELECT_COLUMNS = (
     "(Tensor q, Tensor k, Tensor weights, Tensor blocks, Tensor end, *, SymInt topk, "
     "int sparse_block, int dense_below, float scale=1.0, Tensor? key_scale=None, "
     "Tensor? row_start=None, Tensor? row_end=None, bool anchored=False, float? fill=None, "
-    "bool sorted=True) -> (Tensor values, Tensor indices)"
+    f"bool sorted=True, int few_rows={FEW_ROWS}, float few_rows_ratio={FEW_ROWS_RATIO}) "
+    "-> (Tensor values, Tensor indices)"
 )
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -80,6 +86,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "topk_remap": topk_remap,
     "topk_positions": topk_positions,
     "select_columns": select_columns,
+    **SERVING_KERNELS,
 }
 """Op name -> what it runs; functions that make_fx can trace, with ``out=`` forms of their own."""
 
@@ -89,9 +96,11 @@ JIT_KERNELS = (
     dense_scores,
     expand_kernel,
     finish,
+    flags_kernel,
     remap_kernel,
     select,
     sparse_kernel,
+    *SERVING_JIT_KERNELS,
 )
 
 
@@ -124,6 +133,8 @@ def _select_columns_results(
     dense_below: int,
     fill: float | None = None,
     sorted: bool = True,
+    few_rows: int = FEW_ROWS,
+    few_rows_ratio: float = FEW_ROWS_RATIO,
     **scoring: Any,
 ) -> Results:
     ((shape, dtype),) = results.sparse_mqa_logits(
@@ -135,6 +146,7 @@ def _select_columns_results(
 
 _RESULTS: dict[str, Callable[..., Results]] = {
     **RESULTS,
+    **SERVING_RESULTS,
     "topk_positions": _topk_positions_results,
     "select_columns": _select_columns_results,
 }
@@ -155,7 +167,8 @@ def _check(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Results:
                 f"{name}: the Triton kernels compute in fp32 and take no float64; convert it, or "
                 "use provider='reference'"
             )
-    operands = 2 if name.startswith(("indexer", "sparse", "select")) else 0
+    scorer = name.startswith(("indexer", "sparse", "select")) and name not in SERVING_SCHEMAS
+    operands = 2 if scorer else 0
     given = [_known_to_checks(value) for value in args[:operands]]
     return _RESULTS[name](*given, *args[operands:], **kwargs)
 
@@ -166,7 +179,7 @@ def _fake(name: str) -> Callable[..., Any]:
         outs = tuple(
             like.new_empty(out.shape, dtype=out.dtype) for out in _check(name, args, kwargs)
         )
-        return outs if len(outs) > 1 else outs[0]
+        return packed(outs)
 
     return fake
 
@@ -214,13 +227,16 @@ def _decomposed(name: str) -> Callable[..., Any]:
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     more = {"topk_positions": TOPK_POSITIONS, "select_columns": SELECT_COLUMNS}
-    for name, schema in {**SCHEMAS, **more}.items():
+    for name, schema in {**SCHEMAS, **SERVING_SCHEMAS, **more}.items():
         full = f"{NAMESPACE}::{name}"
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        op = getattr(getattr(torch.ops, NAMESPACE), name).default
-        library.impl(name, _on_its_device(name), "CompositeExplicitAutograd")
-        library.impl(name, _autograd(full, op), "Autograd", with_keyset=True)
-        torch.library.register_fake(full, _fake(name), lib=library)
+        define(
+            library,
+            name,
+            schema,
+            kernel=_on_its_device(name),
+            fake=_fake(name),
+            dispatch_key="CompositeExplicitAutograd",
+        )
         if not interpreted():
             torch.library.register_torch_dispatch(
                 full, FunctionalTensorMode, _decomposed(name), lib=library

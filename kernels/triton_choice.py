@@ -5,26 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .triton_indexer import indexer_select
-from .triton_sparse import sparse_mqa_logits
+from .triton_flags import BlockFlags, block_flags
+from .triton_indexer import SCORE_BYTES, select_densely
+from .triton_sparse import scorer_tiles, sparse_mqa_logits
+from .triton_tiles import columns_for_maxima, maxima_groups
 from .triton_topk import topk_positions
 from .validate import Size
 
-
-def candidate_flags(blocks: Tensor, end: Tensor, positions: Size, sparse_block: int) -> Tensor:
-    """Which positions are in a row's candidate blocks, bool [B, S, positions].
-
-    Args:
-        blocks: int32 [B|1, S|1, N] as ``candidate_expand`` gives them: the padding repeats the
-            last block, so that all of a row's blocks are its candidates unless ``end`` is 0.
-        end: int32 [B|1, S|1], valid columns of a row.
-    """
-    count = (positions + sparse_block - 1) // sparse_block
-    lead = blocks.shape[:2]
-    used = blocks.long().masked_fill((end == 0)[..., None], count)
-    table = torch.zeros((*lead, count + 1), dtype=torch.bool, device=blocks.device)
-    table = table.scatter_(-1, used, True)[..., :count]
-    return table.repeat_interleave(sparse_block, dim=-1)[..., :positions]
+# Up to so many rows, both forms take what their launches take, and the dense one is the cheaper
+# up to so many times the candidates' columns (on an H200, 1 row at 32,768 and 131,072 positions).
+FEW_ROWS = 4
+FEW_ROWS_RATIO = 2.25
 
 
 def select_columns(
@@ -44,32 +35,50 @@ def select_columns(
     anchored: bool = False,
     fill: float | None = None,
     sorted: bool = True,
+    few_rows: int = FEW_ROWS,
+    few_rows_ratio: float = FEW_ROWS_RATIO,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Best candidate positions of every row: sparse logits, top-k and remap, or all densely.
 
     Args:
         q, k, weights, blocks, end: as ``dsa::sparse_mqa_logits`` takes them.
-        dense_below: contexts of fewer positions are scored densely and masked.
+        dense_below: contexts of fewer positions are scored densely and masked; 0: none is.
+        few_rows, few_rows_ratio: calls of so few rows take the dense form for contexts of up to
+            so many times the candidates' columns, too.
         topk, fill, sorted, anchored: as ``dsa::topk`` and ``dsa::topk_remap`` take them.
         out: (values fp32, indices int64) to write into.
     """
     positions = k.shape[1]
+    rows, width = q.shape[0] * q.shape[1], blocks.shape[2] * sparse_block
+    if dense_below > 0 and rows <= few_rows:
+        dense_below = torch.sym_max(dense_below, int(few_rows_ratio * 64) * width // 64)
     if positions < dense_below and not anchored:
-        return indexer_select(
+        flags = block_flags(blocks, end, positions, sparse_block)
+        wide = BlockFlags(flags.words.expand(*q.shape[:2], -1), sparse_block)
+        return select_densely(
             q,
             k,
             weights,
-            topk=topk,
-            scale=scale,
-            key_scale=key_scale,
-            row_start=row_start,
-            row_end=row_end,
-            mask=candidate_flags(blocks, end, positions, sparse_block),
-            fill=fill,
-            sorted=sorted,
-            out=out,
+            topk,
+            scale,
+            key_scale,
+            row_start,
+            row_end,
+            None,
+            None,
+            fill,
+            sorted,
+            out,
+            SCORE_BYTES,
+            flags=wide,
         )
+    tile = scorer_tiles(q, k).tile
+    run = columns_for_maxima(rows, width, topk, tile, q.device.index)
+    maxima = None
+    if run is not None:
+        groups = maxima_groups(width, run, tile)
+        maxima = q.new_empty((rows, groups), dtype=torch.float32)
     logits = sparse_mqa_logits(
         q,
         k,
@@ -82,6 +91,8 @@ def select_columns(
         row_start=row_start,
         row_end=row_end,
         anchored=anchored,
+        run=run,
+        maxima=maxima,
     )
     return topk_positions(
         logits,
@@ -95,4 +106,5 @@ def select_columns(
         fill=fill,
         sorted=sorted,
         out=out,
+        maxima=maxima,
     )

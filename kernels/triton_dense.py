@@ -11,16 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_sparse import _TYPES, FP8, MAX_DIM, MAX_HEADS, check_operands, product_dtype
-from .triton_tools import (
-    bound,
-    by_row,
-    power_of_two,
-    processors,
-    shared_memory,
-    wrap_triton,
-)
-from .validate import Size
+from .triton_flags import BlockFlags
+from .triton_scores import relu, relu_scale
+from .triton_sparse import _TYPES, MAX_DIM, MAX_HEADS, check_operands, product_dtype
+from .triton_tiles import DenseTiles, choose_dense_tiles, group_rows
+from .triton_tools import bound, by_row, power_of_two, shared_memory, wrap_triton
 
 
 @triton.jit
@@ -32,6 +27,7 @@ def dense_scores(
     ends,
     key_scale,
     mask,
+    flags,
     bias,
     out,
     rows,
@@ -59,6 +55,8 @@ def dense_scores(
     mask_b,
     mask_s,
     mask_t,
+    flags_b,
+    flags_s,
     bias_b,
     bias_s,
     bias_t,
@@ -68,6 +66,7 @@ def dense_scores(
     HAS_END: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    FLAGS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
@@ -79,7 +78,11 @@ def dense_scores(
     TYPE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Scores of TILE positions for ``group`` rows; tiles that none of them sees are left out."""
+    """Scores of TILE positions for ``group`` rows; tiles that none of them sees are left out.
+
+    Args:
+        flags: one bit a block of FLAGS positions, where FLAGS is not 0; see ``triton_flags``.
+    """
     batch = tl.program_id(2).to(tl.int64)
     first = tl.program_id(1) * group
     last = tl.minimum(first + group, rows)
@@ -106,7 +109,7 @@ def dense_scores(
             wanted = wanted & (channel[None, :] < dim)
         key_at = k + batch * k_b + wide[:, None] * k_t + channel.to(tl.int64)[None, :] * k_d
         key = tl.load(key_at, mask=wanted, other=0.0).to(TYPE)
-        factor = tl.full([TILE], 1.0, tl.float32) * scale
+        factor = tl.full([TILE], 1.0, tl.float32) * scale * relu_scale(TYPE)
         if HAS_SCALE:
             at = key_scale + batch * scale_b + wide * scale_t
             factor *= tl.load(at, mask=here, other=0.0).to(tl.float32)
@@ -121,6 +124,15 @@ def dense_scores(
         w_at = weights + batch * w_b + which.to(tl.int64) * w_s + head.to(tl.int64) * w_h
         own = tl.arange(0, PAIR)
         to = out + batch * out_b + wide[:, None] + own.to(tl.int64)[None, :] * out_s
+        if FLAGS:
+            # Words are loaded a row ahead: nothing else would hide the time that they take.
+            words = flags + batch * flags_b + own.to(tl.int64)[None, :] * flags_s
+            words = words + (place // FLAGS >> 5)[:, None]
+            bit = (place // FLAGS & 31)[:, None]
+            word = tl.load(
+                words + tl.cast(first, tl.int64) * flags_s,
+                here[:, None] & (first + own < last)[None, :],
+            )
         for at_row in tl.range(first, last, PAIR, num_stages=STAGES):
             row64 = tl.cast(at_row, tl.int64)
             real = at_row + own < last
@@ -135,7 +147,7 @@ def dense_scores(
                 product = tl.dot(key, query.to(TYPE), input_precision="ieee")
             else:
                 product = tl.dot(key, query.to(TYPE))
-            shown = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+            shown = relu(product, TYPE) * weight[None, :]
             if PADDED_HEADS:
                 # An infinite key would turn the zero queries of heads that are none into NaN.
                 shown = tl.where(asked[None, :], shown, 0.0)
@@ -151,6 +163,10 @@ def dense_scores(
                 mask_at = mask_at + wide[:, None] * mask_t
                 open_to = tl.load(mask_at, mask=there, other=0) != 0
                 score = tl.where(open_to, score, float("-inf"))
+            if FLAGS:
+                score = tl.where((word >> bit) & 1 != 0, score, float("-inf"))
+                ahead = here[:, None] & (at_row + PAIR + own < last)[None, :]
+                word = tl.load(words + (row64 + PAIR) * flags_s, mask=ahead)
             tl.store(to + row64 * out_s, score, mask=there)
 
 
@@ -166,15 +182,14 @@ def score_rows(
     row_end: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
-    tile: int | None = None,
+    flags: BlockFlags | None = None,
+    tiles: DenseTiles | None = None,
     group: int | None = None,
-    warps: int = 4,
-    stages: int = 3,
-    pair: int | None = None,
 ) -> None:
     """Writes scores [B, S, T] of the positions that rows see into ``out`` [B, S, >= T] fp32.
 
-    Masked positions get -inf. Positions outside a row's range hold anything.
+    Masked positions, and those of blocks without a flag, get -inf. Positions outside a row's range
+    hold anything.
     """
     check_operands("indexer_select", q, k, weights, key_scale, bias)
     batch, rows, heads, dim = q.shape
@@ -182,11 +197,10 @@ def score_rows(
     dtype = product_dtype(q.dtype, k.dtype)
     padded_heads = power_of_two(bound(heads, MAX_HEADS), 16)
     padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
-    chosen, stages = _dense_tile(
-        padded_heads, padded_dim, dtype, stages, shared_memory(q.device.index)
-    )
-    tile = tile or chosen
-    pair = pair or (2 if dtype == FP8 and padded_heads <= 64 else 1)
+    if tiles is None:
+        memory = shared_memory(q.device.index)
+        tiles = choose_dense_tiles(padded_heads, padded_dim, dtype, memory)
+    tile = tiles.tile
     group = group or group_rows(batch * rows, positions, tile, q.device.index)
     keys, k_b, _ = by_row(k[:, None], batch, rows, q)
     starts, starts_b, starts_s = by_row(row_start, batch, rows, q)
@@ -196,6 +210,7 @@ def score_rows(
     )
     masks, mask_b, mask_s = by_row(mask, batch, rows, q)
     biases, bias_b, bias_s = by_row(bias, batch, rows, weights)
+    listed, flags_b, flags_s = by_row(None if flags is None else flags.words, batch, rows, q)
     grid = ((positions + tile - 1) // tile, (rows + group - 1) // group, batch)
     wrap_triton(dense_scores)[grid](
         q,
@@ -205,6 +220,7 @@ def score_rows(
         ends,
         key_scales,
         masks.view(torch.int8) if mask is not None else masks,
+        listed,
         biases,
         out,
         rows,
@@ -232,6 +248,8 @@ def score_rows(
         mask_b,
         mask_s,
         0 if mask is None else mask.stride(2),
+        flags_b,
+        flags_s,
         bias_b,
         bias_s,
         0 if bias is None else bias.stride(2),
@@ -241,6 +259,7 @@ def score_rows(
         HAS_END=row_end is not None,
         HAS_SCALE=key_scale is not None,
         HAS_MASK=mask is not None,
+        FLAGS=0 if flags is None else flags.size,
         HAS_BIAS=bias is not None,
         HEADS=padded_heads,
         PADDED_HEADS=not (isinstance(heads, int) and heads == padded_heads),
@@ -248,30 +267,9 @@ def score_rows(
         PADDED_DIM=not (isinstance(dim, int) and dim == padded_dim),
         TILE=tile,
         GROUP=power_of_two(group),
-        PAIR=pair,
+        PAIR=tiles.pair,
         TYPE=_TYPES[dtype],
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
-
-
-def _dense_tile(
-    heads: int, dim: int, dtype: torch.dtype, stages: int, memory: int
-) -> tuple[int, int]:
-    """Keys a tile and pipeline depth within ``memory`` bytes of shared memory."""
-    if dtype == torch.float32:
-        return (32 if heads * dim <= 4096 else 16), 1
-    tile = 128 if heads <= 64 else 64
-    if dtype.itemsize * (heads + tile) * dim > memory - 4096:
-        tile = 32
-    while (tile + heads * stages) * dim * dtype.itemsize + 4096 > memory and stages > 1:
-        stages -= 1
-    return tile, stages
-
-
-def group_rows(rows: Size, positions: Size, tile: int, device: int | None) -> int:
-    """Rows a program of :func:`dense_scores` takes, fewer where the grid would not fill the GPU."""
-    tiles = bound(positions, 2**23) // tile + 1
-    wanted = -(-bound(rows, 2**20) * tiles // (4 * processors(device)))
-    return min(64, power_of_two(max(1, wanted)))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_expand import column_position, row_bound
+from .triton_columns import column_position
+from .triton_expand import row_bound
 from .triton_tools import (
     candidate_column,
     candidate_score,

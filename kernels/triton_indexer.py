@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .triton_columns import candidate_columns
 from .triton_dense import score_rows
-from .triton_expand import candidate_columns, candidate_expand
+from .triton_expand import candidate_expand
+from .triton_flags import BlockFlags
 from .triton_maxima import block_maxima
 from .triton_sparse import sparse_mqa_logits
 from .triton_tools import result
@@ -48,7 +50,7 @@ def _part(tensor: Tensor | None, items: slice, rows: slice, last: bool = True) -
     return tensor[:, rows] if last and tensor.shape[1] != 1 else tensor
 
 
-def _select(
+def select_densely(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
@@ -64,6 +66,7 @@ def _select(
     out: tuple[Tensor, Tensor] | None,
     budget: int,
     observe: Observer | None = None,
+    flags: BlockFlags | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense selection; ``observe(scores, items, rows)`` sees the scores of every tile."""
     batch, rows, positions = q.shape[0], q.shape[1], k.shape[1]
@@ -91,6 +94,7 @@ def _select(
                 row_end=end,
                 mask=_part(mask, items, some),
                 bias=_part(bias, items, some),
+                flags=flags and BlockFlags(flags.words[items, some], flags.size),
             )
         select_rows(
             "indexer_select",
@@ -189,7 +193,7 @@ def indexer_select(
     """
     rest = (topk, scale, key_scale, row_start, row_end, mask, bias)
     if block_ids is None:
-        return _select(q, k, weights, *rest, fill, sorted, out, budget)
+        return select_densely(q, k, weights, *rest, fill, sorted, out, budget)
     return _select_candidates(
         q, k, weights, block_ids, block_size, anchored, *rest, fill, sorted, out
     )
@@ -241,7 +245,7 @@ def indexer_block_max(
 
     rest = (topk, scale, key_scale, row_start, row_end, mask, bias, fill, sorted)
     picked = None if out is None else out[:2]
-    values, indices = _select(q, k, weights, *rest, picked, budget, observe)
+    values, indices = select_densely(q, k, weights, *rest, picked, budget, observe)
     return values, indices, maxima
 
 

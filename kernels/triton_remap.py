@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_expand import column_position, row_bound
+from .triton_columns import column_position
+from .triton_expand import row_bound
 from .triton_finish import hidden_positions
 from .triton_tools import at_most, bound, by_row, power_of_two, require, result, wrap_triton
 from .triton_topk import MAX_TOPK, SCORES

@@ -3,6 +3,9 @@
 A program takes one row and a run of column tiles. A tile of keys [TILE, D] is the left operand of
 one product with the row's queries [D, H], so that the sum over heads runs along the accumulator's
 inner axis, mostly within a thread.
+
+Where the best columns of a row are looked for next, the largest score of each of a program's TILE
+lanes is kept on the way: a bar for the selection, without a read of the row.
 """
 
 from __future__ import annotations
@@ -14,9 +17,29 @@ from .triton_expand import row_bound
 
 
 @triton.jit
-def weighted_sum(product, weight, heads, PADDED: tl.constexpr, HEADS: tl.constexpr):
-    """Sum over heads [TILE] of weight * relu(product [TILE, HEADS]); NaN goes through."""
-    shown = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+def relu(product, TYPE: tl.constexpr):
+    """relu of products of ``TYPE`` operands, twice it for fp8; NaN goes through."""
+    if TYPE == tl.float8e4nv:
+        # Sums of fp8 products are finite or NaN: an addition will do, at twice a maximum's rate.
+        return product + tl.abs(product)
+    return tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def relu_scale(TYPE: tl.constexpr):
+    """What :func:`relu` must be multiplied with, a power of two."""
+    return 0.5 if TYPE == tl.float8e4nv else 1.0
+
+
+@triton.jit
+def weighted_sum(
+    product, weight, heads, PADDED: tl.constexpr, HEADS: tl.constexpr, TYPE: tl.constexpr
+):
+    """Sum over heads [TILE] of weight * relu(product [TILE, HEADS]); NaN goes through.
+
+    The weights have been multiplied with ``relu_scale``.
+    """
+    shown = relu(product, TYPE) * weight[None, :]
     if PADDED:
         # A key that is infinite would turn the zero queries of heads that are none into NaN.
         shown = tl.where(tl.arange(0, HEADS)[None, :] < heads, shown, 0.0)
@@ -54,6 +77,7 @@ def sparse_kernel(
     key_scale,
     mask,
     bias,
+    maxima,
     out,
     rows,
     heads,
@@ -96,6 +120,7 @@ def sparse_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_MAXIMA: tl.constexpr,
     ANCHORED: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -129,7 +154,8 @@ def sparse_kernel(
         query = tl.load(q_at)
     query = query.to(TYPE)
     w_at = weights + batch * w_b + row * w_s + head.to(tl.int64) * w_h
-    weight = tl.load(w_at, mask=head < heads, other=0.0).to(tl.float32) * scale
+    weight = tl.load(w_at, mask=head < heads, other=0.0).to(tl.float32)
+    weight *= scale * relu_scale(TYPE)
     line = blocks + batch * blocks_b + row * blocks_s
     keys = k + batch * k_b + channel.to(tl.int64)[None, :] * k_d
     to = out + program.to(tl.int64) * out_r
@@ -145,6 +171,7 @@ def sparse_kernel(
     # Ids are loaded one tile ahead: in the same iteration they would take a place of their own in
     # the pipeline, and with it a buffer of keys.
     block = _tile_blocks(line, first, inner, inner_block, valid, blocks_n, SPARSE_BLOCK, TILE)
+    most = tl.full([TILE], float("-inf"), tl.float32)
     for base in tl.range(first, valid, TILE, num_stages=STAGES):
         column = base + inner
         here = column < valid
@@ -169,7 +196,7 @@ def sparse_kernel(
             product = tl.dot(key, query, input_precision="ieee")
         else:
             product = tl.dot(key, query)
-        score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS)
+        score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, TYPE)
         if HAS_SCALE:
             score *= tl.load(
                 key_scale + batch * scale_b + place * scale_t, mask=seen, other=0.0
@@ -182,6 +209,11 @@ def sparse_kernel(
             seen = seen & (tl.load(at, mask=here, other=0) != 0)
         score = tl.where(seen, score, float("-inf"))
         tl.store(to + column, score.to(out.dtype.element_ty), mask=here)
+        if HAS_MAXIMA:
+            most = tl.maximum(most, score)
+    if HAS_MAXIMA:
+        group = (program.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * TILE
+        tl.store(maxima + group + inner, most)
     for base in range(valid, limit, TILE):
         column = base + inner
         nothing = tl.full([TILE], float("-inf"), tl.float32).to(out.dtype.element_ty)

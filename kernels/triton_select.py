@@ -3,7 +3,7 @@
 1. Columns are dealt to G >= 2k groups, and the largest score of every group is kept. The k-th
    largest of these maxima cannot exceed the k-th largest score, since each of k groups holds one at
    least as large: a bar under which nothing can be selected. On data without structure about 1.4 k
-   columns reach it, whatever the row's length.
+   columns reach it, whatever the row's length. A scorer that has kept such maxima saves this read.
 2. Columns that reach it are written to scratch memory with their scores, in a fixed order. What is
    there is cut at the exact k-th and sorted by ``triton_finish``.
 
@@ -221,11 +221,13 @@ def select(
     source,
     starts,
     ends,
+    maxima,
     survivors,
     rows,
     topk,
     width,
     part_width,
+    maxima_count,
     source_b,
     source_s,
     source_w,
@@ -240,6 +242,7 @@ def select(
     SINGLE: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUPS: tl.constexpr,
+    MAXIMA: tl.constexpr,
     LOG_ROOM: tl.constexpr,
 ):
     """Survivors of one part of one row a program; see the module.
@@ -247,6 +250,8 @@ def select(
     Args:
         source: scores [B, S, width], or the STORED survivors of earlier parts.
         starts, ends: only [start, end) is looked at, as far as given.
+        maxima: fp32 [B * S, maxima_count], the largest scores of groups of a row's columns, where
+            MAXIMA, a power of two that holds them and 2 * topk, is not 0; rows are not in parts.
         survivors: [B * S, parts, 2**LOG_ROOM] int64 candidates in no particular order. All of a
             row's best ``topk`` are among them.
         KEEP_ALL: -inf can be selected like any other score.
@@ -269,7 +274,13 @@ def select(
     own = survivors + (row_id.to(tl.int64) * tl.num_programs(1) + part) * ROOM
 
     place = _places(topk, DEPTH, GROUPS)
-    if SINGLE:
+    if MAXIMA:
+        score = tl.full([GROUPS, 1], float("-inf"), tl.float32)
+        column = tl.zeros([GROUPS, 1], tl.int32)
+        group = tl.arange(0, MAXIMA)
+        at = maxima + row_id.to(tl.int64) * maxima_count + group
+        best = tl.load(at, mask=group < maxima_count, other=float("-inf"))
+    elif SINGLE:
         score, column = _load(line, first, place, stop, source_w, STORED)
         best = tl.max(score, 1)
     else:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from .triton_scores import sparse_kernel
+from .triton_tiles import Tiles, choose_tiles, columns_a_program
 from .triton_tools import (
     at_most,
     bound,
     by_row,
+    cap_registers,
     capability,
     interpreted,
     power_of_two,
-    processors,
     require,
     result,
     shared_memory,
@@ -38,14 +37,6 @@ _TYPES = {
 }
 
 
-class Tiles(NamedTuple):
-    """How a scorer is launched: keys a tile, warps a program, software pipeline depth."""
-
-    tile: int
-    warps: int
-    stages: int
-
-
 def product_dtype(q: torch.dtype, k: torch.dtype) -> torch.dtype:
     """The dtype that queries and keys are multiplied in: one that holds both exactly."""
     if interpreted():
@@ -58,19 +49,16 @@ def product_dtype(q: torch.dtype, k: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def choose_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) -> Tiles:
-    """Tile sizes for padded ``heads`` and ``dim`` within ``memory`` bytes of shared memory."""
-    size = dtype.itemsize
-    if dtype == torch.float32:
-        return Tiles(32 if heads * dim <= 4096 else 16, 4, 1)
-    # More stages than two cost more programs on a multiprocessor than they hide latency.
-    tile, stages = (128 if heads <= 64 else 64), 2
-    if dtype.itemsize * (heads + tile) * dim > memory - 4096:
-        tile = 32
-    # Queries, the tiles in flight, and room for the reduction.
-    while (heads + tile * stages) * dim * size + 4096 > memory and stages > 1:
-        stages -= 1
-    return Tiles(tile, 4, stages)
+def padded(heads: Size, dim: Size) -> tuple[int, int]:
+    """Heads and head dim as the kernels hold them."""
+    return power_of_two(bound(heads, MAX_HEADS), 16), power_of_two(bound(dim, MAX_DIM), 32)
+
+
+def scorer_tiles(q: Tensor, k: Tensor) -> Tiles:
+    """How these operands are scored."""
+    shape = padded(q.shape[2], q.shape[3])
+    memory = shared_memory(q.device.index)
+    return choose_tiles(*shape, product_dtype(q.dtype, k.dtype), memory)
 
 
 def check_operands(op: str, q: Tensor, k: Tensor, weights: Tensor, *rest: Tensor | None) -> None:
@@ -110,6 +98,8 @@ def sparse_mqa_logits(
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     tiles: Tiles | None = None,
+    run: Size | None = None,
+    maxima: Tensor | None = None,
 ) -> Tensor:
     """Scores of the candidate columns; see ``dsa::sparse_mqa_logits``.
 
@@ -121,7 +111,9 @@ def sparse_mqa_logits(
         blocks, end: what ``candidate_expand`` returns.
         key_scale: [B|1, T], multiplied after the sum over heads.
         out: [B, S, W] to write into; ``out_dtype``: fp32, or bf16 for half the traffic.
-        tiles: launch parameters, for measurements.
+        tiles, run: launch parameters, for measurements.
+        maxima: fp32 [B * S, :func:`maxima_groups`] to write the largest scores of disjoint groups
+            of a row's columns into, -inf where there is none; NaN does not count.
 
     Returns:
         logits [B, S, W]; -inf where hidden and from ``end`` on.
@@ -136,10 +128,11 @@ def sparse_mqa_logits(
     if isinstance(k.shape[1], int) and k.shape[1] == 0:
         return out.fill_(float("-inf"))
     dtype = product_dtype(q.dtype, k.dtype)
-    padded_heads = power_of_two(bound(heads, MAX_HEADS), 16)
-    padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
+    padded_heads, padded_dim = padded(heads, dim)
     if tiles is None:
-        tiles = choose_tiles(padded_heads, padded_dim, dtype, shared_memory(q.device.index))
+        tiles = scorer_tiles(q, k)
+    if run is None:
+        run = columns_a_program(batch * rows, width, tiles.tile, q.device.index)
     keys, k_b, _ = by_row(k[:, None], batch, rows, q)
     lines, blocks_b, blocks_s = by_row(blocks, batch, rows, q)
     stops, end_b, end_s = by_row(end, batch, rows, q)
@@ -150,7 +143,6 @@ def sparse_mqa_logits(
     )
     masks, mask_b, mask_s = by_row(mask, batch, rows, q)
     biases, bias_b, bias_s = by_row(bias, batch, rows, weights)
-    run = columns_a_program(batch * rows, width, tiles.tile, q.device.index)
     wrap_triton(sparse_kernel)[(batch * rows, (width + run - 1) // run)](
         q,
         keys,
@@ -162,6 +154,7 @@ def sparse_mqa_logits(
         key_scales,
         masks.view(torch.int8) if mask is not None else masks,
         biases,
+        out if maxima is None else maxima,
         out,
         rows,
         heads,
@@ -204,6 +197,7 @@ def sparse_mqa_logits(
         HAS_SCALE=key_scale is not None,
         HAS_MASK=mask is not None,
         HAS_BIAS=bias is not None,
+        HAS_MAXIMA=maxima is not None,
         ANCHORED=anchored,
         SPARSE_BLOCK=sparse_block,
         HEADS=padded_heads,
@@ -215,15 +209,6 @@ def sparse_mqa_logits(
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **(cap_registers(tiles.registers) if tiles.registers else {}),
     )
     return out
-
-
-def columns_a_program(rows: Size, width: Size, tile: int, device: int | None) -> Size:
-    """Columns that one program scores: all of a row's where rows fill the GPU, fewer otherwise."""
-    # Eight programs a multiprocessor even out rows of different lengths; 16 tiles of a program pay
-    # for loading the queries.
-    programs = 8 * processors(device)
-    tiles = (width + tile - 1) // tile
-    run = torch.sym_min(torch.sym_max(rows * tiles // programs, 1), 16)
-    return torch.sym_max(run, (tiles + 65534) // 65535) * tile

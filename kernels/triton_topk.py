@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .triton_finish import finish
 from .triton_select import select
+from .triton_tiles import MAX_MAXIMA
 from .triton_tools import (
     at_most,
     bound,
@@ -31,6 +32,7 @@ MAX_WIDTH = 2**23
 _IN_REGISTERS = 8192
 _STREAMED = 8192
 _REGISTERS = 128
+_A_THREAD = 32
 
 
 class Mapping(NamedTuple):
@@ -77,6 +79,7 @@ def select_rows(
     keep_all: bool = False,
     split: Split | None = None,
     scratch: Tensor | None = None,
+    maxima: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     warps: int | None = None,
     finish_warps: int | None = None,
@@ -94,6 +97,8 @@ def select_rows(
         keep_all: -inf can be selected.
         split: how many programs share a row. Chosen by the number of rows when None.
         scratch: int64, see :func:`scratch_shape`; used where rows are not split.
+        maxima: fp32 [B * S, G], what :func:`sparse_mqa_logits` has kept of these scores; rows are
+            then not split.
         out: (values [B, S, topk] fp32, indices) to write into.
 
     Raises:
@@ -112,6 +117,8 @@ def select_rows(
     count = batch * rows
     k = power_of_two(bound(topk, MAX_TOPK), 16)
     room = 2 * k
+    if maxima is not None:
+        split = Split(1, (width + 15) // 16 * 16)
     if split is None:
         split = split_rows(count, width, room, scores.device.index)
     whole = isinstance(split.parts, int) and split.parts == 1
@@ -119,10 +126,10 @@ def select_rows(
     source, stored = scores, False
     if not whole:
         handed = scores.new_empty((count, split.parts, room), dtype=torch.int64)
-        _launch_select(scores, starts, ends, handed, topk, split, False, keep_all, warps)
+        _launch_select(scores, starts, ends, handed, topk, split, False, keep_all, warps, None)
         source, stored = handed.view(batch, rows, -1), True
         starts, ends, split = None, None, Split(1, split.parts * room)
-    _launch_select(source, starts, ends, survivors, topk, split, stored, keep_all, warps)
+    _launch_select(source, starts, ends, survivors, topk, split, stored, keep_all, warps, maxima)
     to = mapping or Mapping(0)
     lines, blocks_b, blocks_s = by_row(to.blocks, batch, rows, index)
     start, start_b, start_s = by_row(to.row_start, batch, rows, index)
@@ -158,6 +165,13 @@ def select_rows(
     return values, index
 
 
+def _warps_with_maxima(rows: Size, maxima: Size, device: int | None) -> int:
+    """Warps of a program that gets its bar from maxima."""
+    if not isinstance(rows, int) or rows < 4 * processors(device):
+        return 8
+    return max(1, power_of_two(bound(maxima, MAX_MAXIMA)) // 1024)
+
+
 def _launch_select(
     source: Tensor,
     starts: Tensor | None,
@@ -168,6 +182,7 @@ def _launch_select(
     stored: bool,
     keep_all: bool,
     warps: int | None,
+    maxima: Tensor | None,
 ) -> None:
     batch, rows, width = source.shape
     room = int(survivors.shape[2])
@@ -175,19 +190,27 @@ def _launch_select(
     end, end_b, end_s = by_row(ends, batch, rows, survivors)
     groups = max(room, min(1024, power_of_two(bound(split.width, _IN_REGISTERS), 16)))
     largest = max(_IN_REGISTERS, groups)
-    single = known_at_most(split.width, largest)
+    single = maxima is None and known_at_most(split.width, largest)
     depth = max(1, _STREAMED // groups)
     if single:
         depth = power_of_two(bound(split.width, largest), groups) // groups
+    registers = None if groups > 1024 else _REGISTERS
+    if maxima is not None:
+        # The row is read once and in any order: a warp of its own, which waits for no other, where
+        # there are rows enough, and whole groups of neighbouring columns a thread.
+        warps = warps or _warps_with_maxima(batch * rows, maxima.shape[1], source.device.index)
+        groups, depth, registers = 32 * warps, _A_THREAD, _REGISTERS
     wrap_triton(select)[(batch * rows, split.parts)](
         source,
         start,
         end,
+        survivors if maxima is None else maxima,
         survivors,
         rows,
         topk,
         width,
         split.width,
+        0 if maxima is None else maxima.shape[1],
         source.stride(0),
         source.stride(1),
         source.stride(2),
@@ -202,9 +225,10 @@ def _launch_select(
         SINGLE=single,
         DEPTH=depth,
         GROUPS=groups,
+        MAXIMA=0 if maxima is None else power_of_two(bound(maxima.shape[1], MAX_MAXIMA), room),
         LOG_ROOM=room.bit_length() - 1,
         num_warps=warps or max(4, min(16, groups // 128)),
-        **({} if groups > 1024 else cap_registers(_REGISTERS)),
+        **({} if registers is None else cap_registers(registers)),
     )
 
 
@@ -244,6 +268,7 @@ def topk_positions(
     sorted: bool = True,
     out: tuple[Tensor, Tensor] | None = None,
     scratch: Tensor | None = None,
+    maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``topk`` and ``topk_remap`` in one launch: values fp32 and positions int64 [B, S, topk]."""
     to = Mapping(num_positions, blocks, row_start, sparse_block, anchored, fill)
@@ -251,5 +276,13 @@ def topk_positions(
         # Without a column there is no block to read either: every slot is empty.
         to = Mapping(num_positions, fill=fill)
     return select_rows(
-        "topk", logits, topk=topk, ends=end, sorted=sorted, mapping=to, out=out, scratch=scratch
+        "topk",
+        logits,
+        topk=topk,
+        ends=end,
+        sorted=sorted,
+        mapping=to,
+        out=out,
+        scratch=scratch,
+        maxima=maxima,
     )

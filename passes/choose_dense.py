@@ -76,8 +76,15 @@ def _note(both: fx.Node, below: int, context: PassContext) -> None:
             if op_name(user) == "getitem" or is_view(user):
                 made.add(user.name)
                 stack.append(user)
+    given = {a.name: a.default_value for a in both.target._schema.arguments}  # type: ignore[union-attr]
+    few = ""
+    if "few_rows" in given:
+        few = (
+            f"; of up to {given['few_rows_ratio']} times the candidates' columns in calls of "
+            f"{given['few_rows']} rows or fewer"
+        )
     sites = context.recorder.sites
     for pair in context.recorder.pairs:
         if pair.new_indices in made:
-            note = f"contexts of fewer than {below:,} positions are scored densely"
+            note = f"contexts of fewer than {below:,} positions are scored densely" + few
             sites[pair.site] = replace(sites[pair.site], notes=(*sites[pair.site].notes, note))

@@ -82,12 +82,21 @@ def remap() -> None:
 
 
 def expand() -> None:
-    from dsa_compile.kernels.triton_expand import candidate_columns, candidate_expand
+    from dsa_compile.kernels.triton_columns import candidate_columns
+    from dsa_compile.kernels.triton_expand import candidate_expand
 
     blocks, _ = candidate_expand(
         _int32(1, 64, 200), None, _int32(1, 64), num_positions=4096, block_size=16, sparse_block=8
     )
     candidate_columns(blocks, num_positions=4096, sparse_block=8)
+
+
+def choice(dtype: torch.dtype, positions: int) -> None:
+    from dsa_compile.kernels.triton_choice import select_columns
+
+    q, k, w = scores(dtype, 2048, 32, positions, 128)
+    blocks, end = _int32(1, 2048, 2048), _int32(1, 2048)
+    select_columns(q, k, w, blocks, end, topk=512, sparse_block=8, dense_below=20000)
 
 
 FP8 = torch.float8_e4m3fn
@@ -101,6 +110,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "dense-fp8": lambda: dense(FP8, 64, 128),
     "topk-split": lambda: topk(torch.bfloat16, 1, 65536, 64, False),
     "topk": lambda: topk(torch.float32, 2048, 16384, 512, True),
+    "choice-sparse": lambda: choice(torch.bfloat16, 131072),
+    "choice-dense": lambda: choice(torch.bfloat16, 16384),
     "remap": remap,
     "expand": expand,
 }
@@ -179,24 +190,16 @@ class Recorder:
 def main(arch: int, labels: list[str]) -> None:
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from dsa_compile.kernels import (
-        triton_dense,
-        triton_expand,
-        triton_maxima,
-        triton_remap,
-        triton_sparse,
-        triton_tools,
-        triton_topk,
-    )
+    import dsa_compile.kernels.triton  # noqa: F401 (imports every module with a kernel)
 
     CUDABackend.make_cubin = lambda *args: b""
-    modules = (triton_dense, triton_expand, triton_maxima, triton_remap, triton_sparse, triton_topk)
+    ours = [m for name, m in sys.modules.items() if name.startswith("dsa_compile.kernels.triton_")]
     for label in labels or CALLS:
-        for module in modules:
-            module.wrap_triton = lambda kernel, label=label: Recorder(kernel, label, arch)
+        for module in ours:
+            if hasattr(module, "wrap_triton"):
+                module.wrap_triton = lambda kernel, label=label: Recorder(kernel, label, arch)
             if hasattr(module, "shared_memory"):
                 module.shared_memory = lambda index: SHARED[arch]
-        triton_tools.shared_memory = lambda index: SHARED[arch]
         CALLS[label]()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dsa_compile.kernels.triton  # noqa: F401 (registers the ops)
+from dsa_compile.kernels.triton_tiles import columns_for_maxima
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -43,3 +44,47 @@ def test_both_forms_select_the_same(size: int, bounds: bool, device: str) -> Non
     )
     for got in (sparse, dense):
         torch.testing.assert_close(got, tuple(want), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_the_scorers_maxima_cut_nothing_off(nan: bool, device: str) -> None:
+    """Rows so wide that the scorer hands maxima on: one plain, one of few columns, one of ties."""
+    generator = torch.Generator().manual_seed(3)
+    heads, dim, positions, rows, k, block = 2, 32, 12_000, 3, 40, 128
+    # Whole numbers: sums are exact in any order.
+    q = torch.randn(1, rows, heads, dim, generator=generator).round()
+    keys = torch.randn(1, positions, dim, generator=generator).round()
+    weights = torch.rand(1, rows, heads, generator=generator).mul(9).round()
+    ids = torch.stack([torch.randperm(93, generator=generator)[:70] for _ in range(rows)])[None]
+    ids[0, 1, 1:] = -1
+    weights[0, 2] = 0.0
+    if nan:
+        keys[0, int(ids[0, 0, 0]) * block + 5] = float("nan")
+    q, keys, weights, ids = (x.to(device) for x in (q, keys, weights, ids))
+    end = torch.tensor([[12_000, 12_000, 9_500]], device=device)
+    blocks, valid = torch.ops.dsa.candidate_expand(
+        ids, None, end, num_positions=positions, block_size=block, sparse_block=block
+    )
+    assert columns_for_maxima(rows, blocks.shape[2] * block, k, 32, q.device.index) is not None
+    got = torch.ops.dsa_triton.select_columns(
+        q,
+        keys,
+        weights,
+        blocks,
+        valid,
+        dense_below=0,
+        topk=k,
+        sparse_block=block,
+        row_end=end,
+    )
+    logits = torch.ops.dsa.sparse_mqa_logits(
+        q, keys, weights, blocks, valid, sparse_block=block, row_end=end
+    )
+    want = torch.ops.dsa.topk_remap(
+        *torch.ops.dsa.topk(logits, valid, topk=k),
+        blocks,
+        num_positions=positions,
+        sparse_block=block,
+    )
+    assert torch.equal(got[0].nan_to_num(9e9), want[0].nan_to_num(9e9))
+    assert torch.equal(got[1], want[1])

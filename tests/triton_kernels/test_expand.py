@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from dsa_compile.kernels.triton_expand import candidate_columns, candidate_expand
+from dsa_compile.kernels.triton_columns import candidate_columns
+from dsa_compile.kernels.triton_expand import candidate_expand
 
 from .conftest import ON_GPU
 from .values import random_ids
@@ -77,7 +78,12 @@ def test_results_go_into_given_buffers(device: str) -> None:
         candidate_expand(ids, **kwargs, out=(blocks[..., :2], end))
 
 
-def test_too_many_candidates(device: str) -> None:
-    ids = torch.zeros(1, 1, 4097, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="4096"):
-        candidate_expand(ids, num_positions=20, block_size=8, sparse_block=8)
+def test_more_candidates_than_are_held_at_once(device: str) -> None:
+    # Neither the ids nor the blocks of the context fit a program's tiles, and two bounds are cut.
+    ids = torch.arange(0, 40_000, 8, device=device).int().flip(0)[None, None].contiguous()
+    start = torch.tensor([[24_003]], device=device)
+    end = torch.tensor([[317_001]], device=device)
+    kwargs = {"num_positions": 320_000, "block_size": 8, "sparse_block": 4}
+    got = candidate_expand(ids, start, end, **kwargs)
+    want = torch.ops.dsa.candidate_expand(ids, start, end, **kwargs)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

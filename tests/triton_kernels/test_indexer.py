@@ -14,6 +14,7 @@ from dsa_compile.kernels.triton_indexer import (
     indexer_publish,
     indexer_select,
 )
+from dsa_compile.kernels.triton_tiles import DenseTiles
 
 from .conftest import ON_GPU
 from .values import FP8, assert_scores_close, kernel_tests, reference
@@ -126,7 +127,7 @@ def test_rows_that_share_a_product(pair: int, device: str) -> None:
         mask=mask,
         bias=bias,
         group=3,
-        pair=pair,
+        tiles=DenseTiles(32, pair, 4, 3),
     )
     assert bool((out[:, rows] == 1e30).all() and (out[..., n:] == 1e30).all())
     product = torch.einsum("bshd,btd->bsht", q.double(), k.double()).relu()
