@@ -8,4 +8,5 @@ graphs or passes and can be used alone.
 from __future__ import annotations
 
 from . import cpu as cpu
+from . import cpu_serving as cpu_serving
 from . import ops as ops

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,16 @@ def _first_tensor(args: tuple[Any, ...]) -> Tensor:
     return first
 
 
+def packed(outs: tuple[Tensor, ...]) -> Any:
+    """Results as an op returns them: none, one, or a tuple."""
+    return outs if len(outs) > 1 else outs[0] if outs else None
+
+
 def _fake(results: Callable[..., Results]) -> Kernel:
     def fake(*args: Any, **kwargs: Any) -> Any:
         like = _first_tensor(args)
         outs = tuple(like.new_empty(r.shape, dtype=r.dtype) for r in results(*args, **kwargs))
-        return outs if len(outs) > 1 else outs[0]
+        return packed(outs)
 
     return fake
 
@@ -65,7 +70,7 @@ def _autograd(name: str, op: Any) -> Kernel:
         if not torch.is_grad_enabled():
             return out
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        if not any(t.requires_grad for t in tensors):
+        if out is None or not any(t.requires_grad for t in tensors):
             return out
         outs = out if isinstance(out, tuple) else (out,)
         marked = tuple(
@@ -76,24 +81,79 @@ def _autograd(name: str, op: Any) -> Kernel:
     return run
 
 
+def _versioned(op: Any, mutated: Sequence[int]) -> Kernel:
+    """Tells autograd and compilers that the arguments at ``mutated`` were written to."""
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for place in mutated:
+            torch.autograd.graph.increment_version(args[place])
+        below = keyset & torch._C._after_ADInplaceOrView_keyset
+        return op.redispatch(below, *args, **kwargs)
+
+    return run
+
+
+def define(
+    library: torch.library.Library,
+    name: str,
+    schema: str,
+    *,
+    kernel: Kernel,
+    fake: Kernel,
+    dispatch_key: str,
+) -> Any:
+    """Defines one op in a library, with its kernel and fake, for inference only.
+
+    Arguments that the schema calls mutated must be positional.
+
+    Returns:
+        The op's default overload.
+    """
+    full = f"{library.ns}::{name}"
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(getattr(torch.ops, library.ns), name).default
+    library.impl(name, kernel, dispatch_key)
+    library.impl(name, _autograd(full, op), "Autograd", with_keyset=True)
+    mutated = [
+        place
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if mutated:
+        library.impl(name, _versioned(op, mutated), "ADInplaceOrView", with_keyset=True)
+    torch.library.register_fake(full, fake, lib=library)
+    return op
+
+
 def register(
-    namespace: str, kernels: Mapping[str, Kernel], dispatch_key: str
+    namespace: str,
+    kernels: Mapping[str, Kernel],
+    dispatch_key: str,
+    schemas: Mapping[str, str] = SCHEMAS,
+    results: Mapping[str, Callable[..., Results]] = RESULTS,
+    kind: str = "DEF",
 ) -> torch.library.Library:
-    """Defines every canonical op in ``namespace`` with fakes, checks and ``kernels``.
+    """Defines every op of ``schemas`` in ``namespace`` with fakes, checks and ``kernels``.
 
     Args:
         namespace: The name under ``torch.ops``.
-        kernels: Op name -> function with the op's signature; one for every canonical op.
+        kernels: Op name -> function with the op's signature; one for every op.
         dispatch_key: Where the kernels go: ``"CPU"``, or ``"CompositeExplicitAutograd"`` for all.
+        schemas: Op name -> signature.
+        results: Op name -> checks, shapes and dtypes of the results.
+        kind: ``"DEF"``, or ``"FRAGMENT"`` for more ops of a namespace.
 
     Returns:
         The library; the ops live as long as it does.
     """
-    library = torch.library.Library(namespace, "DEF")
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        op = getattr(getattr(torch.ops, namespace), name).default
-        library.impl(name, _checked(RESULTS[name], kernels[name]), dispatch_key)
-        library.impl(name, _autograd(f"{namespace}::{name}", op), "Autograd", with_keyset=True)
-        torch.library.register_fake(f"{namespace}::{name}", _fake(RESULTS[name]), lib=library)
+    library = torch.library.Library(namespace, kind)
+    for name, schema in schemas.items():
+        define(
+            library,
+            name,
+            schema,
+            kernel=_checked(results[name], kernels[name]),
+            fake=_fake(results[name]),
+            dispatch_key=dispatch_key,
+        )
     return library

@@ -1,0 +1,293 @@
+"""The kernel that scores quantised keys where they lie: in pages, or packed MXFP4 in one piece.
+
+A program takes one row and a run of column tiles, as in ``triton_scores``. A column is a position,
+of a candidate block or counted from 0; the block table says which page it is in, and keys are read
+from there. MXFP4 keys are widened to bf16 with their scales, which is exact; even and odd dims make
+two products, since they lie in the low and in the high halves of the bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_expand import row_bound
+from .triton_mxfp4 import ue8m0, widen
+from .triton_scores import relu_scale, weighted_sum
+
+
+@triton.jit
+def _quotient(x, DIVISOR: tl.constexpr):
+    """Quotient of int32 that are not negative; unsigned division by a power of two is a shift."""
+    return (x.to(tl.uint32, bitcast=True) // DIVISOR).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _remainder(x, DIVISOR: tl.constexpr):
+    return (x.to(tl.uint32, bitcast=True) % DIVISOR).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _block_ids(line, column, valid, blocks_n, SPARSE_BLOCK: tl.constexpr):
+    """Block ids of columns."""
+    at = line + _quotient(column, SPARSE_BLOCK).to(tl.int64) * blocks_n
+    return tl.load(at, mask=column < valid, other=-1)
+
+
+@triton.jit
+def _positions(block, column, shift, past, SPARSE: tl.constexpr, SPARSE_BLOCK: tl.constexpr):
+    """Positions [int32] of columns; junk ids are one block past the context."""
+    if SPARSE:
+        if block.dtype == tl.int64:
+            block = tl.minimum(tl.maximum(block, -1), 2147483647)
+        # Negative ids are large ones.
+        id32 = block.to(tl.int32).to(tl.uint32, bitcast=True)
+        id32 = tl.minimum(id32, past).to(tl.int32, bitcast=True)
+        return id32 * SPARSE_BLOCK + _remainder(column, SPARSE_BLOCK) + shift
+    return column
+
+
+@triton.jit
+def _pages(table, position, seen, columns, table_p, PAGED: tl.constexpr, PAGE: tl.constexpr):
+    """The page [int32] of each position, negative where it is in none."""
+    if PAGED:
+        # Positions that are not seen may be anything.
+        block = _quotient(position, PAGE)
+        inside = seen & (block < columns)
+        page = tl.load(table + block.to(tl.int64) * table_p, mask=inside, other=-1)
+        if page.dtype == tl.int64:
+            page = tl.minimum(tl.maximum(page, -1), 2147483647)
+        return page.to(tl.int32)
+    return tl.where(seen, 0, -1)
+
+
+@triton.jit
+def _bytes_in_order(HALF: tl.constexpr, BY_LANE: tl.constexpr):
+    """The byte of a key that each place of a product's inner axis takes.
+
+    In the operand of a matrix instruction, lane c of four holds places 2c, 2c + 1, 2c + 8, 2c + 9
+    of every sixteen. It is given a run of bytes that lie together: a wide read, of few scales.
+    """
+    place = tl.arange(0, HALF)
+    if BY_LANE:
+        lane = place // 2 % 4
+        place = lane * (HALF // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
+    return place
+
+
+@triton.jit
+def _in_order(x, TILE: tl.constexpr, HALF: tl.constexpr, BY_LANE: tl.constexpr):
+    """Numbers of bytes [TILE, HALF / 16, 16] along a product's inner axis."""
+    if BY_LANE:
+        x = tl.permute(tl.reshape(x, [TILE, 4, HALF // 16, 2, 2]), (0, 2, 3, 1, 4))
+    return tl.reshape(x, [TILE, HALF])
+
+
+@triton.jit
+def _nibbles(
+    q, q_scale, head, heads, q_h, q_d, s_h, s_d,
+    HALF: tl.constexpr, BY_LANE: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr, dim,
+):  # fmt: skip
+    """Queries of even and of odd dims, [HALF, HEADS] each, in the order of the keys' bytes."""
+    pair = _bytes_in_order(HALF, BY_LANE)
+    there = (head[None, :] < heads) & (2 * pair[:, None] < dim)
+    at = q + head.to(tl.int64)[None, :] * q_h
+    if PACKED:
+        byte = tl.load(at + pair.to(tl.int64)[:, None] * q_d, mask=there, other=0)
+        group = (pair // 16).to(tl.int64)[:, None] * s_d
+        scale = tl.load(q_scale + head.to(tl.int64)[None, :] * s_h + group, mask=there, other=127)
+        return widen(byte, ue8m0(scale), TYPE, False)
+    even = tl.load(at + 2 * pair.to(tl.int64)[:, None] * q_d, mask=there, other=0.0)
+    odd = tl.load(at + (2 * pair.to(tl.int64)[:, None] + 1) * q_d, mask=there, other=0.0)
+    return even.to(TYPE), odd.to(TYPE)
+
+
+@triton.jit
+def _product(key, query, TYPE: tl.constexpr):
+    if TYPE == tl.float32:
+        return tl.dot(key, query, input_precision="ieee")
+    return tl.dot(key, query)
+
+
+@triton.jit
+def stored_kernel(
+    q,
+    q_scale,
+    keys,
+    key_scales,
+    weights,
+    table,
+    requests,
+    blocks,
+    end,
+    starts,
+    ends,
+    out,
+    rows,
+    heads,
+    dim,
+    positions,
+    scale_offset,
+    pages,
+    lines,
+    columns,
+    width,
+    run,
+    scale,
+    q_b,
+    q_s,
+    q_h,
+    q_d,
+    qs_b,
+    qs_s,
+    qs_h,
+    qs_d,
+    key_b,
+    key_p,
+    key_t,
+    scale_b,
+    scale_p,
+    scale_t,
+    w_b,
+    w_s,
+    w_h,
+    table_q,
+    table_p,
+    requests_b,
+    requests_s,
+    blocks_b,
+    blocks_s,
+    blocks_n,
+    end_b,
+    end_s,
+    starts_b,
+    starts_s,
+    ends_b,
+    ends_s,
+    SPARSE: tl.constexpr,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
+    MXFP4: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_REQUESTS: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_END: tl.constexpr,
+    ANCHORED: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    TYPE: tl.constexpr,
+    RELU: tl.constexpr,
+    FAST: tl.constexpr,
+    BY_LANE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    batch, row = (program // rows).to(tl.int64), (program % rows).to(tl.int64)
+    total = tl.cast(positions, tl.int64)
+    low = row_bound(starts, batch, row, starts_b, starts_s, total, HAS_START, total * 0)
+    high = row_bound(ends, batch, row, ends_b, ends_s, total, HAS_END, total).to(tl.int32)
+    shift = (low % SPARSE_BLOCK if ANCHORED else low * 0).to(tl.int32)
+    low = low.to(tl.int32)
+    owner = batch
+    if HAS_REQUESTS:
+        owner = tl.load(requests + batch * requests_b + row * requests_s).to(tl.int64)
+    if PAGED:
+        # A row of no request sees nothing.
+        high = tl.where((owner >= 0) & (owner < lines), high, 0)
+        owner = tl.minimum(tl.maximum(owner, 0), lines - 1)
+    entries = table + owner * table_q
+    first = tl.program_id(1) * run
+    limit = tl.minimum(first + run, width)
+    valid = tl.load(end + batch * end_b + row * end_s).to(tl.int64)
+    if PAGED and not SPARSE:
+        valid = tl.minimum(valid, high)
+    valid = tl.minimum(tl.maximum(valid, first), limit).to(tl.int32)
+
+    head = tl.arange(0, HEADS)
+    inner = tl.arange(0, TILE)
+    w_at = weights + batch * w_b + row * w_s + head.to(tl.int64) * w_h
+    weight = tl.load(w_at, mask=head < heads, other=0.0).to(tl.float32)
+    weight *= scale * relu_scale(RELU)
+    q_at = q + batch * q_b + row * q_s
+    line = blocks + batch * blocks_b + row * blocks_s
+    own_keys = keys + batch * key_b
+    own_scales = key_scales + batch * scale_b + scale_offset
+    to = out + program.to(tl.int64) * width
+    if MXFP4:
+        qs_at = q_scale + batch * qs_b + row * qs_s
+        even, odd = _nibbles(
+            q_at, qs_at, head, heads, q_h, q_d, qs_h, qs_d, DIM // 2, BY_LANE, PACKED, TYPE, dim
+        )
+        group = tl.arange(0, DIM // 32)
+        byte = tl.arange(0, 16)
+        in_key = group[:, None] * 16 + byte[None, :]
+    else:
+        channel = tl.arange(0, DIM)
+        there = (head[None, :] < heads) & (channel[:, None] < dim)
+        at = q_at + head.to(tl.int64)[None, :] * q_h + channel.to(tl.int64)[:, None] * q_d
+        query = tl.load(at, mask=there, other=0.0).to(TYPE)
+
+    # Ids are loaded two tiles ahead and pages one: what a tile waits for is its keys alone.
+    past = (total // SPARSE_BLOCK + 1).to(tl.uint32)
+    column = first + inner
+    block = column
+    if SPARSE:
+        block = _block_ids(line, column, valid, blocks_n, SPARSE_BLOCK)
+    raw = _positions(block, column, shift, past, SPARSE, SPARSE_BLOCK)
+    seen = (column < valid) & (raw >= low) & (raw < high)
+    page = _pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
+    if SPARSE:
+        block = _block_ids(line, column + TILE, valid, blocks_n, SPARSE_BLOCK)
+    for base in tl.range(first, valid, TILE, num_stages=STAGES):
+        column = base + inner
+        found = page.to(tl.uint32, bitcast=True) < pages
+        which = tl.where(found, page, 0).to(tl.int64)
+        place = tl.where(found, raw, 0)
+        if PAGED:
+            place = _remainder(place, PAGE)
+        key_at = own_keys + (which * key_p + place.to(tl.int64) * key_t)
+        scale_at = own_scales + (which * scale_p + place.to(tl.int64) * scale_t)
+
+        ahead = column + TILE
+        raw = _positions(block, ahead, shift, past, SPARSE, SPARSE_BLOCK)
+        seen = (ahead < valid) & (raw >= low) & (raw < high)
+        page = _pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
+        if SPARSE:
+            block = _block_ids(line, ahead + TILE, valid, blocks_n, SPARSE_BLOCK)
+
+        if MXFP4:
+            by_byte = key_at[:, None, None] + in_key[None, :, :]
+            by_group = scale_at[:, None] + group[None, :]
+            if PADDED_DIM:
+                real = inner[:, None, None] * 0 + in_key[None, :, :] < dim // 2
+                packed = tl.load(by_byte, mask=real, other=0)
+                byte_scale = tl.load(by_group, mask=inner[:, None] * 0 + group[None, :] < dim // 32,
+                                     other=127)  # fmt: skip
+            else:
+                packed = tl.load(by_byte)
+                byte_scale = tl.load(by_group)
+            factor = tl.broadcast_to(ue8m0(byte_scale)[:, :, None], packed.shape)
+            even_key, odd_key = widen(packed, factor, TYPE, FAST)
+            product = _product(_in_order(even_key, TILE, DIM // 2, BY_LANE), even, TYPE)
+            product += _product(_in_order(odd_key, TILE, DIM // 2, BY_LANE), odd, TYPE)
+            score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
+        else:
+            by_dim = (key_at[:, None] + channel[None, :]).to(tl.pointer_type(tl.float8e4nv))
+            if PADDED_DIM:
+                real_dim = (inner[:, None] >= 0) & (channel[None, :] < dim)
+                key = tl.load(by_dim, mask=real_dim, other=0.0)
+            else:
+                key = tl.load(by_dim)
+            product = _product(key.to(TYPE), query, TYPE)
+            score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
+            score *= tl.load(scale_at.to(tl.pointer_type(tl.float32)), mask=found, other=0.0)
+        score = tl.where(found, score, float("-inf"))
+        tl.store(to + column, score.to(out.dtype.element_ty), mask=column < valid)
+    for base in range(valid, limit, TILE):
+        column = base + inner
+        nothing = tl.full([TILE], float("-inf"), tl.float32).to(out.dtype.element_ty)
+        tl.store(to + column, nothing, mask=column < limit)
