@@ -44,7 +44,9 @@ def quantise_fp8(x: Tensor, *, power_of_two: bool, floor: float) -> tuple[Tensor
         floor: the least ``amax``, positive.
     """
     x = x.float()
-    scale = x.abs().amax(-1).clamp(min=floor) / FP8_MAX
+    largest = x.abs().amax(-1).clamp(min=floor)
+    # By a tensor: on GPUs, PyTorch multiplies by the rounded reciprocal of a plain number.
+    scale = largest / torch.full_like(largest, FP8_MAX)
     if power_of_two:
         scale = power_of_two_above(scale)
     # Clamped first: whether an overflowing cast saturates differs between releases of PyTorch.
@@ -88,7 +90,7 @@ def quantise_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Packed values uint8 [..., D / 2] and UE8M0 scales uint8 [..., D / 32] of [..., D]."""
     groups = x.float().unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1).clamp(min=E2M1_MAX * SMALLEST_MXFP4_SCALE)
-    scale = power_of_two_above(amax / E2M1_MAX)
+    scale = power_of_two_above(amax / torch.full_like(amax, E2M1_MAX))
     codes = encode_e2m1(groups / scale[..., None]).flatten(-2)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale_bytes(scale)
 
