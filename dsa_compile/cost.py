@@ -94,7 +94,7 @@ def crossover(ceilings: Ceilings, *, columns: int, heads: int, head_dim: int, it
     given = {HEADS: heads, HEAD_DIM: head_dim, COLUMNS: columns, **ceilings.values(itemsize)}
     equal = sympy.Eq(DENSE_SECONDS / ROWS, SPARSE_SECONDS / ROWS).subs(given)
     # No number of positions is positive where making the flags costs more than all columns.
-    return max([columns, *(math.ceil(p) for p in sympy.solve(equal, POSITIONS))])
+    return max([columns, *(int(math.ceil(p)) for p in sympy.solve(equal, POSITIONS))])
 
 
 def crossover_on(target: Target, provider: str) -> Crossover | None:
