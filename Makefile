@@ -44,6 +44,8 @@ test: $(STAMP)
 # On a machine with a GPU, in the Python that has PyTorch and Triton for it (BIN= its folder).
 test-gpu:
 	$(BIN)/python -m pytest tests/triton_kernels $(ARGS)
+	$(BIN)/python -m pytest -k "gpu or named" $(ARGS) tests/api/test_backend.py \
+		tests/api/test_breakable.py tests/export/test_gpu_package.py tests/deep_kernels/test_gpu.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

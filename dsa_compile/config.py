@@ -1,9 +1,10 @@
-"""The options of ``optimize``, ``explain`` and ``verify``."""
+"""The options of ``optimize``, ``explain``, ``verify`` and of ``backend="dsa"``."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from dsa_compile.errors import ConfigError
 
 PROVIDERS = ("auto", "cpu", "reference", "triton", "deepgemm", "deepselect")
 PRECISIONS = ("preserve", "fp8", "mxfp4")
+ON_ERROR = ("raise", "warn")
+_OP = re.compile(r"\w+::\w+(\.\w+)?")
 
 
 def _choice(value: object, known: tuple[str, ...]) -> str | None:
@@ -27,6 +30,13 @@ def near_miss(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def _op_names(value: object) -> str | None:
+    if not isinstance(value, tuple):
+        return f"must be a tuple of names of ops, got {value!r}"
+    bad = [name for name in value if not (isinstance(name, str) and _OP.fullmatch(name))]
+    return f"must hold names like 'namespace::op', got {', '.join(map(repr, bad))}" if bad else None
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -39,6 +49,8 @@ class Config:
         provider: whose kernels run. ``"auto"`` takes what fits the model's device; ``"cpu"`` and
             ``"reference"`` (plain PyTorch, slow, for comparison) are asked for by name.
         precision: ``"preserve"`` multiplies in the model's own dtype and accumulates in fp32.
+            ``"fp8"`` and ``"mxfp4"`` quantise the queries and keys of every matched indexer, which
+            changes picks: ``verify`` says how many.
         require_match: ``True`` demands at least one matched indexer, a number demands that many;
             ``False`` only warns when nothing matched.
         dynamic: whether sizes stay symbolic. ``None`` lets PyTorch decide size by size.
@@ -47,6 +59,10 @@ class Config:
         probe_draws: number of random probes that a proposal must pass.
         chunk_bytes: what one CPU kernel may hold beyond its inputs and results while the model
             runs; None leaves the kernels' own limit.
+        on_error: what happens when a pass fails: ``"raise"``, or ``"warn"``, which leaves the graph
+            as it was.
+        uncapturable: ops that no CUDA graph may capture, as ``"namespace::op"`` or
+            ``"namespace::op.overload"``, besides those that are known not to be.
 
     Raises:
         ConfigError: names every option whose value cannot be used.
@@ -60,6 +76,8 @@ class Config:
     probe_seed: int = 0
     probe_draws: int = 3
     chunk_bytes: int | None = None
+    on_error: str = "raise"
+    uncapturable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         faults = {
@@ -69,6 +87,8 @@ class Config:
             if isinstance(self.require_match, bool)
             or (_is_int(self.require_match) and self.require_match >= 0)
             else f"must be True, False or a number of indexers, got {self.require_match!r}",
+            "on_error": _choice(self.on_error, ON_ERROR),
+            "uncapturable": _op_names(self.uncapturable),
             "dynamic": None
             if self.dynamic is None or isinstance(self.dynamic, bool)
             else f"must be True, False or None, got {self.dynamic!r}",
@@ -98,7 +118,10 @@ class Config:
             lines = [f"unknown option {name!r}{near_miss(name, known)}" for name in unknown]
             lines.append(f"known options: {', '.join(known)}")
             raise ConfigError("\n  ".join(lines))
-        return cls(**options)
+        plain = dict(options)
+        if isinstance(plain.get("uncapturable"), list):
+            plain["uncapturable"] = tuple(plain["uncapturable"])
+        return cls(**plain)
 
     @property
     def matches_needed(self) -> int:

@@ -34,6 +34,10 @@ class GradientError(DsaError, RuntimeError):
     """An input asks for gradients; optimised models only run forward."""
 
 
+class PackageError(DsaError, RuntimeError):
+    """A file is no usable program or package, or a package does not fit this machine."""
+
+
 class NoMatchError(DsaError, RuntimeError):
     """Fewer indexers were matched than ``require_match`` asks for."""
 

@@ -9,18 +9,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from dsa_compile.config import Config
-from dsa_compile.cost import crossover_on
-from dsa_compile.errors import NoMatchError, NoMatchWarning, PassError
+from dsa_compile.errors import NoMatchError, NoMatchWarning
 from dsa_compile.kernels.cpu import limit_working_set
-from dsa_compile.passes.context import MatchOptions
-from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
+from dsa_compile.logs import log_sites, trace_report
+from dsa_compile.pass_runner import PassSettings, run_passes
+from dsa_compile.passes.pipeline import PipelineResult
 from dsa_compile.passes.sites import Site
 from dsa_compile.report import Report
-from dsa_compile.target import Target, choose_provider, device_of
 
 Observer = Callable[["CapturedGraph", tuple[Any, ...]], Any]
 
@@ -67,39 +65,24 @@ class Session:
 
     def __init__(self, model: nn.Module, config: Config, *, rewrite: bool = True) -> None:
         self.config = config
-        self.provider = choose_provider(config, model)
-        self._crossover = crossover_on(Target.detect(device_of(model)), self.provider)
+        self._settings = PassSettings.for_model(config, model)
+        self.provider = self._settings.provider
+        self._notes: tuple[str, ...] = ()
         self.rewrite = rewrite
         self.graphs: list[CapturedGraph] = []
         self.observer: Observer | None = None
         self.ran: set[int] = set()
         self._judged = 0
-        self._options = MatchOptions(
-            probe_memory_bytes=config.probe_memory_bytes,
-            seed=config.probe_seed,
-            draws=config.probe_draws,
-        )
 
     def add(self, graph_module: fx.GraphModule) -> CapturedGraph:
         """Run the passes over one graph and keep it.
 
         Raises:
-            PassError: a pass failed.
+            PassError: a pass failed, and ``on_error`` is ``"raise"``.
         """
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        # Proofs run on real numbers, also while a compiler's fake tensors are in force.
-        try:
-            with _disable_current_modes(), torch.no_grad():
-                result = run_pipeline(
-                    graph_module,
-                    options=self._options,
-                    provider=self.provider,
-                    crossover=self._crossover,
-                )
-        except Exception as fault:
-            # Dynamo takes some exceptions for graph breaks and would go on without a word.
-            raise PassError(f"a pass failed: {type(fault).__name__}: {fault}") from fault
+        run = run_passes(graph_module, self._settings)
+        self._notes += run.notes
+        result = run.result
         graph = CapturedGraph(self, len(self.graphs), graph_module, result)
         self.graphs.append(graph)
         self._trace(graph)
@@ -125,7 +108,7 @@ class Session:
             op_counts_after=dict(sorted(after.items())),
             provider=self.provider,
             graphs=len(self.graphs),
-            notes=notes,
+            notes=(*notes, *self._notes),
         )
 
     def judge(self, graphs: set[int]) -> None:
@@ -154,7 +137,7 @@ class Session:
             )
 
     def _trace(self, graph: CapturedGraph) -> None:
-        """Leave the graph's report in PyTorch's structured trace, if one is being written."""
+        """Log the graph's report, and leave it in PyTorch's structured trace."""
         part = Report(
             graph.sites,
             graph.result.op_counts_before,
@@ -162,11 +145,8 @@ class Session:
             self.provider,
             graphs=1,
         )
-        torch._logging.trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"dsa_compile_{graph.index}", "encoding": "json"},
-            payload_fn=part.to_json,
-        )
+        log_sites(part)
+        trace_report(f"dsa_compile_{graph.index}", part)
 
 
 def _caller_level() -> int:

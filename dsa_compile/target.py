@@ -151,36 +151,50 @@ def choose_provider(config: Config, model: nn.Module) -> str:
     Raises:
         ProviderError: lists every unmet need of the request, each with its mend.
     """
-    held = devices(model)
+    return provider_for(config, devices(model), device_of(model))
+
+
+def provider_for(config: Config, held: frozenset[str], device: torch.device) -> str:
+    """Name of the provider that serves tensors on devices of the types ``held``, under ``config``.
+
+    Args:
+        config: options.
+        held: device types of the tensors that matter.
+        device: the GPU among them, or the CPU.
+
+    Raises:
+        ProviderError: lists every unmet need of the request, each with its mend.
+    """
     automatic = "triton" if held == {"cuda"} else "cpu"
     wanted = automatic if config.provider == "auto" else config.provider
-    target = Target.detect(device_of(model))
+    target = Target.detect(device)
     needs = list(target.needs(wanted))
     served = SERVED.get(wanted)
     if wanted == "triton" and interpreted():
         served = None
     if served is not None:
         # Of its own device the target has spoken already.
-        for device in sorted(held - served - {target.name}):
+        for kind in sorted(held - served - {target.name}):
             needs.append(
                 Need(
-                    f"the model has tensors on {device!r}, which provider {wanted!r} does not run",
+                    f"the model has tensors on {kind!r}, which provider {wanted!r} does not run",
                     f"move it with model.to({min(served)!r}), or ask for provider='reference'",
                 )
             )
-    if wanted in _DEEP and config.precision == "preserve":
+    if wanted in _DEEP:
         needs.append(
             Need(
-                f"the kernels of {wanted!r} take fp8 queries and keys, and this version quantises "
-                "no model's",
+                f"the kernels of {wanted!r} take fp8 queries and keys in layouts that no model is "
+                "lowered to in this version",
                 "call torch.ops.dsa_deep on fp8 tensors, or ask for provider='triton'",
             )
         )
-    if config.precision != "preserve":
+    capability = target.capability
+    if wanted == "triton" and config.precision == "fp8" and capability and capability < (8, 9):
         needs.append(
             Need(
-                f"precision {config.precision!r} has no kernels in this version",
-                "ask for precision='preserve'",
+                f"fp8 operands need a GPU from sm89 on, and the target is {target.name}",
+                "ask for precision='mxfp4' or 'preserve'",
             )
         )
     if needs:

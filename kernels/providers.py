@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+import torch
+
 # The reference provider runs the canonical ops themselves: they are the oracle.
 NAMESPACES = {
     "reference": "dsa",
@@ -12,6 +14,16 @@ NAMESPACES = {
     "deepgemm": "dsa_deep",
     "deepselect": "dsa_deep",
 }
+# Ops that a CUDA graph may not capture, by provider, and why. DeepGEMM zeroes a workspace at its
+# first call on a stream, which a capture would record; the schedule of the sparse scorer is made
+# from sizes that the host reads.
+_DEEP = {
+    "indexer_select": "DeepGEMM zeroes a workspace at its first call on a stream",
+    "indexer_publish": "DeepGEMM zeroes a workspace at its first call on a stream",
+    "indexer_block_max": "DeepGEMM zeroes a workspace at its first call on a stream",
+    "sparse_mqa_logits": "DeepGEMM makes its schedule outside a capture",
+}
+_UNCAPTURABLE = {"deepgemm": _DEEP, "deepselect": _DEEP}
 _LATE = {"triton": "triton", "deepgemm": "deep", "deepselect": "deep"}
 
 
@@ -28,3 +40,22 @@ def load(provider: str) -> str:
     if provider in _LATE:
         importlib.import_module(f"{__package__}.{_LATE[provider]}")
     return NAMESPACES[provider]
+
+
+def reads_fp8(provider: str) -> bool:
+    """Whether a provider's scorers take fp8 queries and keys as they are."""
+    if provider != "triton":
+        return False
+    # Without a GPU the kernels run in Triton's interpreter, or are compiled for another machine.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def uncapturable(provider: str) -> dict[str, str]:
+    """Ops of a provider, as ``namespace::op``, that a CUDA graph may not capture, and why."""
+    space = NAMESPACES.get(provider, provider)
+    return {f"{space}::{op}": why for op, why in _UNCAPTURABLE.get(provider, {}).items()}
+
+
+def known_uncapturable() -> tuple[str, ...]:
+    """The same of every provider, by name alone: what a host must know before it has a graph."""
+    return tuple(dict.fromkeys(op for name in NAMESPACES for op in uncapturable(name)))

@@ -9,7 +9,7 @@ import torch.fx as fx
 from dsa_compile.passes.arrange_axes import Layout
 from dsa_compile.passes.assign_roles import Roles
 from dsa_compile.passes.axis_labels import Axes
-from dsa_compile.passes.graph_tools import ancestors, aten, selection_root
+from dsa_compile.passes.graph_tools import ancestors, aten, is_tensor, selection_root
 from dsa_compile.passes.mask_terms import mask_leaf
 
 
@@ -57,6 +57,14 @@ class Candidates:
         where = {n: i for i, n in enumerate(cone)}
         valid = None if self.valid is None else where[self.valid]
         return Located(where[self.ids], valid, self.order, self.block_size)
+
+    def origin_note(self) -> tuple[str, ...]:
+        """Says so where the ids were published in another graph."""
+        given = [n for n in ancestors([self.ids]) if n.op == "placeholder" and is_tensor(n)]
+        if self.root is not None or not given:
+            return ()
+        names = ", ".join(sorted(n.name for n in given))
+        return (f"the candidates come into the graph as an input ({names}), and are proven on it",)
 
     def emit(self, layout: Layout, roles: Roles) -> fx.Node:
         """The ids as one ``[B|1, S|1, C]`` node, -1 where unused."""

@@ -11,7 +11,7 @@ from dsa_compile.passes.arrange_axes import Layout
 from dsa_compile.passes.axis_labels import Axes, Axis, Labels
 from dsa_compile.passes.graph_tools import CASTS, aten, dtype_of, is_tensor, is_view, op_name, value
 from dsa_compile.passes.lower_axes import lower_axes, pointwise
-from dsa_compile.passes.read_bounds import arange_bounds
+from dsa_compile.passes.read_bounds import COUNTS, arange_bounds
 from dsa_compile.passes.recognise_ops import constant_of
 
 
@@ -59,7 +59,7 @@ class ColumnGatherer:
                 return node
             return self.layout.canonical(node, axes, [roles.batch, roles.rows, []])
         has_rows = bool(flat & set(roles.rows))
-        if name == "arange" and flat == set(roles.positions):
+        if name in COUNTS and flat == set(roles.positions):
             start, step = arange_bounds(node)
             if step == 1 and isinstance(start, int):
                 found = (

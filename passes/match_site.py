@@ -129,7 +129,7 @@ class SiteMatcher:
                     has_start_bound=call.kwargs.get("row_start") is not None,
                     source_agrees=self._source_agrees(roles, masks, candidates),
                 )
-                self.looked.notes += (note,)
+                self.looked.notes += (note, *candidates.origin_note())
             if self.selection.stable and unguarded_use(self.selection, guards) is not None:
                 raise Refusal(
                     "a stable sort hands out hidden positions in order, and no test drops them",

@@ -63,7 +63,7 @@ def block_hint(terms: tuple[Term, ...]) -> int:
         literal: list[Any] = []
         if name in ("floor_divide", "div", "mul", "repeat_interleave", "remainder"):
             literal = [a for a in node.args[1:] if type(a) is int]
-        elif name in ("view", "expand", "reshape", "arange", "unflatten"):
+        elif name in ("view", "expand", "reshape", "arange", "iota", "unflatten"):
             literal = [
                 a for arg in node.args for a in (arg if isinstance(arg, (list, tuple)) else [arg])
             ]

@@ -26,6 +26,7 @@ _NOT = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 _FAR = 1 << 40
+COUNTS = frozenset({"arange", "iota"})
 # Whether a comparison with a number shows the ones of a triangle of ones.
 _ONES: dict[str, dict[float | None, bool]] = {
     "ne": {0: True, 1: False},
@@ -134,7 +135,7 @@ class BoundReader:
                 return 0, [], int(number)
             canonical = self.layout.canonical(node, axes, [roles.batch, roles.rows, []])
             return 0, [(1, canonical)], 0
-        if name == "arange":
+        if name in COUNTS:
             start, step = arange_bounds(node)
             return (
                 (1, [], start)
@@ -156,7 +157,9 @@ class BoundReader:
 
 
 def arange_bounds(node: fx.Node) -> tuple[object, object]:
-    """Start and step of an arange."""
+    """Start and step of an arange, also of the ``prims.iota`` that it decomposes into."""
+    if op_name(node) == "iota":
+        return node.kwargs.get("start", 0), node.kwargs.get("step", 1)
     overload = str(node.target)
     if overload.endswith("arange.default"):
         return 0, 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 # With fewer heads a row's relus are all off now and then, and its scores tie at zero.
 HEADS, HEAD_DIM, DIM, BLOCK, BLOCKS, TOPK = 16, 8, 24, 4, 3, 6
@@ -161,3 +161,9 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(got[0], expected[0])
     for mine, theirs in zip(got[1:], expected[1:], strict=True):
         assert torch.equal(mine.sort(-1).values, theirs.sort(-1).values)
+
+
+def ops(graph_module: fx.GraphModule) -> set[str]:
+    """Names of the ``dsa`` ops that a graph calls, whatever their provider."""
+    names = (str(n.target) for n in graph_module.graph.nodes if n.op == "call_function")
+    return {name.split(".")[1] for name in names if name.startswith("dsa")}

@@ -22,7 +22,7 @@ def test_the_report_is_the_one_of_optimize() -> None:
 
 
 def test_the_rewritten_graphs_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsa_compile import session
+    from dsa_compile import pass_runner
     from dsa_compile.passes.pipeline import run_pipeline
 
     def broken(*args, **kwargs):
@@ -32,7 +32,7 @@ def test_the_rewritten_graphs_do_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
         result.graph_module.recompile()
         return result
 
-    monkeypatch.setattr(session, "run_pipeline", broken)
+    monkeypatch.setattr(pass_runner, "run_pipeline", broken)
     report = dsa_compile.explain(WithBreak().eval(), inputs(), config=STATIC)
     assert report.graphs >= 2 and len(report.matched) == 2
 

@@ -48,7 +48,7 @@ def test_graphs_around_a_break_are_compared_too() -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_wrong_rewrite_is_found(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsa_compile import session
+    from dsa_compile import pass_runner
     from dsa_compile.passes.pipeline import run_pipeline
 
     def corrupted(*args, **kwargs):
@@ -72,7 +72,7 @@ def test_a_wrong_rewrite_is_found(host: str, monkeypatch: pytest.MonkeyPatch) ->
         return dataclasses.replace(result, pairs=(*fresh, *pairs))
 
     pairs: list = []
-    monkeypatch.setattr(session, "run_pipeline", corrupted)
+    monkeypatch.setattr(pass_runner, "run_pipeline", corrupted)
     model = TwoLevel().eval()
     result = dsa_compile.verify(model, optimized_by(host, model), inputs())
     agreement = {entry.site.kind: entry for entry in result.sites}

@@ -3,6 +3,7 @@
 import pytest
 from pass_models import TwoLevel, captured, hidden
 
+from dsa_compile.passes.context import StageError
 from dsa_compile.passes.pipeline import run_pipeline
 
 
@@ -14,5 +15,5 @@ def test_every_call_is_the_providers(provider: str, namespace: str) -> None:
 
 
 def test_an_unknown_provider_is_named() -> None:
-    with pytest.raises(ValueError, match="provider 'tpu' is not known; known are cpu, deepgemm"):
+    with pytest.raises(StageError, match="provider 'tpu' is not known; known are cpu, deepgemm"):
         run_pipeline(captured(TwoLevel(), hidden()), provider="tpu")
