@@ -101,7 +101,7 @@ def unlift(program: Any, model: nn.Module, prefix: str) -> Lifted:
         else:
             raise CaptureError(f"input {node.name} of kind {spec.kind.name} is not supported")
     for node in user:
-        node.meta["val"] = _settled(node.meta.get("val"))
+        node.meta["val"] = settled(node.meta.get("val"))
     inputs = tuple(node.meta["val"] for node in user)
     kept = []
     for position, node in enumerate(user):
@@ -127,7 +127,7 @@ def _number(size: Any) -> Any:
     return size if fixed is None else fixed
 
 
-def _settled(value: Any) -> Any:
+def settled(value: Any) -> Any:
     """``value`` with plain numbers for the sizes that tracing found to be fixed."""
     if isinstance(value, torch.SymInt):
         return _number(value)

@@ -1,0 +1,1 @@
+"""What the commands of ``dsa-compile`` do; ``dsa_compile.cli`` holds their arguments."""
