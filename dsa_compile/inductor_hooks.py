@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from dsa_compile.compiled_reports import merged
 from dsa_compile.config import Config, as_config
 from dsa_compile.errors import ConfigError
 from dsa_compile.inductor_lowering import decompose_emitted
-from dsa_compile.kernels.providers import known_uncapturable
+from dsa_compile.kernels.providers import known_uncapturable, load
 from dsa_compile.logs import log_sites
 from dsa_compile.pass_runner import PassRun, PassSettings, run_passes
 from dsa_compile.passes.graph_tools import value
@@ -69,13 +70,26 @@ class IndexerPass(CustomGraphPass):
         self.reports.append(Report(provider=settings.provider, graphs=1, notes=(note,)))
 
     def uuid(self) -> Any:
-        """Identity for PyTorch's caches; None, which goes past them, once a pass has failed."""
+        """Identity for PyTorch's caches; None, which goes past them, once a pass has failed.
+
+        Whoever asks may be given a graph that calls the provider's ops: they are there from now on.
+        """
+        _load_what_graphs_may_call(self.config)
         return None if self._failed else pass_uuid(self.config)
 
     @property
     def report(self) -> Report:
         """The report on every graph so far."""
         return merged(self.reports)
+
+
+def _load_what_graphs_may_call(config: Config) -> None:
+    if config.provider != "auto":
+        load(config.provider)
+    elif torch.cuda.is_available():
+        # Without Triton no graph was compiled for its ops either.
+        with contextlib.suppress(ImportError):
+            load("triton")
 
 
 class ComposedPass(CustomGraphPass):

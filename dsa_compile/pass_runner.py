@@ -15,7 +15,7 @@ from dsa_compile.adapters import registered_adapters
 from dsa_compile.config import Config
 from dsa_compile.cost import crossover_on
 from dsa_compile.errors import Need, PassError, ProviderError, SlowPathWarning
-from dsa_compile.kernels.providers import uncapturable
+from dsa_compile.kernels.providers import load, uncapturable
 from dsa_compile.logs import log, observer, readable
 from dsa_compile.passes.context import Crossover, MatchOptions, StageError, UnservedError
 from dsa_compile.passes.graph_tools import where_in_model
@@ -42,6 +42,8 @@ class PassSettings:
             ProviderError: the configuration asks for what cannot be served there.
         """
         provider = provider_for(config, held, device)
+        # Also for a graph that PyTorch's caches give back: its code calls the provider's ops.
+        load(provider)
         named = dict.fromkeys(config.uncapturable, "the configuration names it")
         return cls(
             MatchOptions(
