@@ -36,15 +36,16 @@ demo: $(STAMP)
 huggingface: $(STAMP)
 	@$(BIN)/python examples/huggingface.py
 
-# Triton reads whether to interpret its kernels once a process: they are tested in their own.
+# `python -m pytest` would put this folder on the path, and transformers looks for a package named
+# kernels. Triton reads whether to interpret its kernels once a process: they are tested in their own.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS) --ignore=tests/triton_kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal tests/triton_kernels
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(ARGS) --ignore=tests/triton_kernels
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal tests/triton_kernels
 
 # On a machine with a GPU, in the Python that has PyTorch and Triton for it (BIN= its folder).
 test-gpu:
-	$(BIN)/python -m pytest tests/triton_kernels $(ARGS)
-	$(BIN)/python -m pytest -k "gpu or named" $(ARGS) tests/api/test_backend.py \
+	$(BIN)/pytest tests/triton_kernels $(ARGS)
+	$(BIN)/pytest -k "gpu or named" $(ARGS) tests/api/test_backend.py \
 		tests/api/test_breakable.py tests/export/test_gpu_package.py tests/deep_kernels/test_gpu.py
 
 lint: $(STAMP)

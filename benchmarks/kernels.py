@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -173,7 +174,9 @@ def decode(results: Results, positions: int, compiled: bool) -> None:
         for dtype in (FP8, torch.bfloat16):
             p = Problem.draw(rows, 32, positions, dtype)
             ours = milliseconds(partial(consumer, p, ids))
-            peers = {"dense form on our kernels": partial(consumer, p, ids, positions + 1)}
+            peers: dict[str, Callable[[], Any]] = {
+                "dense form on our kernels": partial(consumer, p, ids, positions + 1)
+            }
             deep = deep_gemm_layer(p, ids) if dtype == FP8 else None
             if deep:
                 peers["DeepGEMM dense, mask, torch.topk"] = deep

@@ -46,8 +46,8 @@ class BreakableCUDAGraph:
         graph_module: functional, flat inputs, a tuple of results, as ``optimize`` makes them; one
             of its sizes is symbolic and counts the rows.
         buckets: numbers of rows to capture for, in any order.
-        rows: position of an input -> its dim that holds the rows; may be left away where only one size
-            is symbolic.
+        rows: position of an input -> its dim that holds the rows; may be left away where only one
+            size is symbolic.
         capture: records and replays; CUDA graphs if left away.
 
     Raises:

@@ -22,6 +22,7 @@ from torch import fx
 
 import dsa_compile
 from dsa_compile import kernels, passes
+from dsa_compile.adapters import adapters_text
 from dsa_compile.config import Config
 from dsa_compile.passes.graph_tools import SELECTIONS, op_name, where_in_model
 from dsa_compile.report import Report
@@ -48,8 +49,8 @@ def source_digest() -> str:
 def pass_uuid(config: Config) -> str:
     """Stable identity of the passes under a configuration.
 
-    Holds the sources, the configuration, the versions of the packages that bring kernels, and the
-    device, on which the choice of kernels depends.
+    Holds the sources, the configuration, the versions of the packages that bring kernels, the
+    device, on which the choice of kernels depends, and the registered adapters.
     """
     target = Target.detect()
     parts = (
@@ -59,6 +60,7 @@ def pass_uuid(config: Config) -> str:
         target.name,
         target.device,
         os.environ.get("TRITON_INTERPRET", ""),
+        adapters_text(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

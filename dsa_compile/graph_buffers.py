@@ -60,17 +60,19 @@ class RowBuffers:
                 continue
             if not isinstance(given, torch.Tensor):
                 if given != held:
-                    raise InputError(f"input {position} was captured as {held!r} and is now {given!r}")
+                    raise InputError(
+                        f"input {position} was captured as {held!r} and is now {given!r}"
+                    )
             elif position in self.rows.inputs:
                 if given.dtype != held.dtype or _others(given, held, self.rows.inputs[position]):
                     raise InputError(
-                        f"input {position} was captured as {held.dtype} {tuple(held.shape)} and is now "
-                        f"{given.dtype} {tuple(given.shape)}"
+                        f"input {position} was captured as {held.dtype} {tuple(held.shape)} and is "
+                        f"now {given.dtype} {tuple(given.shape)}"
                     )
             elif not _same_memory(given, held):
                 raise InputError(
-                    f"input {position} lies elsewhere than when it was captured; a CUDA graph reads "
-                    "fixed memory: copy the new contents into the first tensor"
+                    f"input {position} lies elsewhere than when it was captured; a CUDA graph "
+                    "reads fixed memory: copy the new contents into the first tensor"
                 )
         for name, tensor in self._held.items():
             owner, _, leaf = name.rpartition(".")

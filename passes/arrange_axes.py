@@ -24,24 +24,31 @@ class Layout:
         """The size of an atom as an argument, read off a tensor that has it as a whole dim."""
         atom = self.labels.resolve([atom])[0]
         if atom not in self._sizes:
-            for node in self.labels.of:
-                for dim, axis in enumerate(self.labels.axes(node)):
-                    if axis == [atom] and is_tensor(node):
-                        extent = value(node).shape[dim]
-                        if isinstance(extent, int):
-                            self._sizes[atom] = extent
-                        elif self._above(node):
-                            self._sizes[atom] = self.emit.size(node, dim)
-                        if atom in self._sizes:
-                            return self._sizes[atom]
-            raise Refusal("the size of an axis cannot be read off any tensor", 5)
+            found = self._read_off([atom])
+            if found is None:
+                raise Refusal("the size of an axis cannot be read off any tensor", 5)
+            self._sizes[atom] = found
         return self._sizes[atom]
+
+    def _read_off(self, wanted: Axis) -> fx.Node | int | None:
+        """The size of a dim that carries just these atoms; None where no tensor has one."""
+        for node in self.labels.of:
+            for dim, axis in enumerate(self.labels.axes(node)):
+                if axis == wanted and is_tensor(node):
+                    extent = value(node).shape[dim]
+                    if isinstance(extent, int):
+                        return extent
+                    if self._above(node):
+                        return self.emit.size(node, dim)
+        return None
 
     def _above(self, node: fx.Node) -> bool:
         return node < self.emit.after or node is self.emit.after
 
     def group_size(self, atoms: Axis) -> fx.Node | int:
         """The size of a group of atoms as an argument."""
+        if len(atoms) > 1 and (whole := self._read_off(self.labels.resolve(atoms))) is not None:
+            return whole
         total: fx.Node | int = 1
         for atom in atoms:
             size = self.size(atom)
@@ -77,6 +84,8 @@ class Layout:
         if all(len(a) <= 1 for a in axes):
             unit = [i for i, a in enumerate(axes) if not a]
             node = self.emit(aten.squeeze.dims, node, unit) if unit else node
+        elif flat == wanted:
+            return self.emit(aten.reshape.default, node, [self.group_size(g) for g in groups])
         else:
             node = self.emit(aten.reshape.default, node, [self.size(a) for a in flat])
         order = sorted(range(len(flat)), key=lambda i: wanted.index(flat[i]))

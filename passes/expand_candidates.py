@@ -85,7 +85,7 @@ def _expand(emit: Emitter, call: fx.Node, binder: SizeBinder) -> None:
         blocks,
         valid,
         sparse_block=size,
-        scale=given["scale"],
+        scale=given.get("scale", 1.0),
         key_scale=given.get("key_scale"),
         row_start=start,
         row_end=end,

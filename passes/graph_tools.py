@@ -22,6 +22,8 @@ CONTRACTIONS = frozenset(
 )
 _OPERATORS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
 SELECTIONS = frozenset({"topk", "sort", "argsort"})
+HELD = "dsa_held"
+"""Key of ``meta``: how many parts of a pass still need a node that nobody reads."""
 HEAVY = CONTRACTIONS | frozenset(
     {"amax", "max", "amin", "min", "softmax", "_softmax", "_safe_softmax", "native_layer_norm"}
     | {"layer_norm", "rms_norm", "_fused_rms_norm", "embedding", "convolution", "grouped_mm"}
@@ -150,7 +152,7 @@ def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     while stack:
         node = stack.pop()
         unused = node not in gone and node.op == "call_function" and not node.users
-        if unused and not node.is_impure():
+        if unused and not node.meta.get(HELD) and not node.is_impure():
             stack.extend(node.all_input_nodes)
             graph.erase_node(node)
             gone.add(node)

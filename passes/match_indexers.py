@@ -13,6 +13,7 @@ import torch.fx as fx
 
 import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
 from dsa_compile.passes.context import PassContext, PassResult
+from dsa_compile.passes.enter_adapters import notes_of
 from dsa_compile.passes.graph_tools import erase_unused, op_name, where_in_model
 from dsa_compile.passes.match_site import Looked, Shared, SiteMatcher
 from dsa_compile.passes.read_selection import constant_k, ranked_scores, read_selection, selections
@@ -51,7 +52,7 @@ def _look_at(
     graph: fx.Graph, node: fx.Node, shared: Shared, context: PassContext
 ) -> tuple[Site, SitePair | None]:
     """Match one selection; a refusal leaves the graph as it was and becomes the site's reason."""
-    looked = Looked()
+    looked = Looked(notes=notes_of(node) if context.entered else ())
     where = where_in_model(node)
     count = len(context.emission.added)
     try:

@@ -29,12 +29,12 @@ def test_the_reference_serves_any_device_but_only_by_name() -> None:
 
 def test_one_error_lists_every_unmet_need_with_its_mend() -> None:
     with pytest.raises(ProviderError) as caught:
-        choose_provider(Config(provider="triton", precision="fp8"), ON_CPU)
+        choose_provider(Config(provider="deepgemm", precision="fp8"), ON_CPU)
     error = caught.value
     assert len(error.needs) >= 2
     for need in error.needs:
         assert need.what in str(error) and need.mend in str(error)
-    assert "triton" in str(error) and "fp8" in str(error)
+    assert "deepgemm" in str(error) and "fp8" in str(error)
 
 
 def test_a_buffer_elsewhere_counts() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import dsa_compile
 
@@ -71,3 +72,26 @@ def test_static_sizes(positions: int, rows: int) -> None:
         optimized = dsa_compile.optimize(model, example_inputs=inputs, config=config)
         check_sites(optimized, consumers=1)
         torch.testing.assert_close(optimized(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_backend_compiles_prefill_and_decoding_once_each() -> None:
+    """A prefill, then 64 steps of one token behind a growing cache, through backend="dsa"."""
+    config, steps = dataclasses.replace(SMALL, layers=3), 64
+    model, (tokens, keys, latents) = example.build(304, 17, config)
+    # Rows as continued by a cache: keys and latents of 64 further positions.
+    more_keys = torch.randn(1, steps, config.index_dim)
+    more_latents = torch.randn(config.layers, 1, steps, config.latent)
+    counter = CompileCounterWithBackend("dsa")
+    run = torch.compile(model, backend=counter)
+    torch.testing.assert_close(run(tokens, keys, latents), model(tokens, keys, latents))
+    compiled = []
+    for step in range(1, steps):
+        context = (torch.cat((keys, more_keys[:, :step]), 1),)
+        context += (torch.cat((latents, more_latents[:, :, :step]), 2),)
+        token = tokens[:, step % 17][:, None]
+        torch.testing.assert_close(run(token, *context), model(token, *context))
+        compiled.append(counter.frame_count)
+    assert compiled[-1] <= 3 and compiled[2] == compiled[-1]
+    report = dsa_compile.compiled_report(model)
+    assert len(report.matched) == 3 * counter.frame_count == len(report.sites)

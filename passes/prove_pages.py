@@ -1,0 +1,274 @@
+"""Prove how keys are read through a block table, by running the read on drawn caches and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dsa_compile.kernels.key_cache_reference import parts_of_pages
+from dsa_compile.kernels.quantise import dequantise_mxfp4
+from dsa_compile.passes.bind_sizes import Binding, SizeBinder
+from dsa_compile.passes.context import MatchOptions
+from dsa_compile.passes.graph_tools import (
+    ancestors,
+    dtype_of,
+    is_float,
+    is_tensor,
+    same_size,
+    signature,
+    value,
+)
+from dsa_compile.passes.recognise_ops import attribute
+from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, needed
+from dsa_compile.passes.score_trace import Refusal
+
+_MOST_ELEMENTS = 1 << 28
+MOST_CODES = 256
+"""Elements of a table of constants that keys may be decoded through."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys as a read through a block table.
+
+    Attributes:
+        cache: [pages, page, D], [slots, D] or fused pages, further dims of size 1 aside.
+        table: pages of each batch item [B, P], of one [P], or of each request with ``lines``.
+        lines: which line of the table is a batch item's, None: its own.
+        page: tokens a page.
+        quant: ``"none"`` for rows of numbers, else the format of fused pages.
+        low: what the model does to negative entries: ``"wrap"``, ``"zero"`` or ``"fail"``; or
+            ``"hide"`` where ``gather_indexer_k`` reads, whose callers have no positions there.
+        high: what it does to entries beyond the cache: ``"clamp"``, ``"fail"`` or ``"hide"``.
+        scales: cache of the key scales, one a token, beside rows of numbers.
+    """
+
+    cache: fx.Node
+    table: fx.Node
+    lines: fx.Node | None
+    page: int
+    quant: str
+    low: str = "fail"
+    high: str = "fail"
+    scales: fx.Node | None = None
+
+
+class PagesProver:
+    """Runs the read on drawn caches and tables and compares it with one proposal."""
+
+    def __init__(
+        self, key: fx.Node, scale: fx.Node | None, pages: Pages, options: MatchOptions
+    ) -> None:
+        self.key, self.scale, self.pages, self.options = key, scale, pages, options
+        self.targets = [n for n in (key, scale, pages.lines) if n is not None]
+        self.given = [n for n in (pages.cache, pages.table, pages.scales) if n is not None]
+        self.generator = torch.Generator().manual_seed(options.seed + 7)
+
+    def prove(self, proofs: dict[Hashable, tuple[str, str] | Refusal]) -> Pages:
+        """The proposal with the rules for odd entries; ``proofs`` are of equal parts, by signature.
+
+        Raises:
+            Refusal: the read is another one.
+        """
+        pages = self.pages
+        if pages.lines is None and value(pages.table).dim() == 2:
+            if not same_size(value(pages.table).shape[0], value(self.key).shape[0]):
+                raise Refusal("the block table has another number of lines than the keys", 5)
+        part = sorted(ancestors([*self.targets, *self.given], lambda n: n in self.given))
+        marks = tuple(part.index(n) for n in [*self.targets, *self.given])
+        leaves = {*self.given, *(n for n in part if n.op == "placeholder")}
+        key = (signature(part, lambda n: n in leaves), marks, pages.page, pages.quant)
+        if key not in proofs:
+            try:
+                proofs[key] = self._rules()
+            except Refusal as refusal:
+                proofs[key] = refusal
+        found = proofs[key]
+        if isinstance(found, Refusal):
+            raise found
+        return replace(pages, low=found[0], high=found[1])
+
+    def _rules(self) -> tuple[str, str]:
+        """What the model does to negative entries, and to those beyond the cache."""
+        pages = self.pages
+        cone = needed(self.targets, self.given)
+        foreign = [
+            n
+            for n in cone
+            if n.op != "call_function" and is_tensor(n)
+            if is_float(n) or dtype_of(n) == torch.uint8
+            if not _constant(n)
+        ]
+        if foreign:
+            raise Refusal(f"the keys depend on {foreign[0].name} besides the cache", 6)
+        self.leaves = [n for n in cone if n.op == "placeholder" and is_tensor(n)]
+        nodes = [n for n in [*cone, *self.given] if is_tensor(n)]
+        bound = SizeBinder().bindings(nodes, pages.table, count=2)
+        if not bound:
+            raise Refusal("no small sizes satisfy the guards around the block table", 5)
+        rules: set[tuple[str, str]] = set()
+        for binding in bound:
+            self._check_sizes(binding)
+            for _ in range(self.options.draws):
+                if not self._agrees(binding, "in range", pages):
+                    raise Refusal("the keys are no read of whole pages through a block table", 8)
+            low = self._rule(binding, "low", ("wrap", "zero", "hide"))
+            high = self._rule(binding, "high", ("clamp", "hide"))
+            rules.add((low, high))
+        if len(rules) != 1:
+            raise Refusal("unused pages are read by no rule that is known", 8)
+        return rules.pop()
+
+    def _check_sizes(self, binding: Binding) -> None:
+        pages = self.pages
+        shape, table = binding.shape(self.key), binding.shape(pages.table)
+        cache = binding.shape(pages.cache)
+        if len(shape) != 3 or len(table) not in (1, 2) or len(table) == 1 and shape[0] != 1:
+            raise Refusal("the block table does not have the keys' batch", 5)
+        if shape[1] > table[-1] * pages.page:
+            raise Refusal("the keys are longer than a line of the block table", 5)
+        rows = 1
+        for extent in cache:
+            rows *= extent
+        if rows > _MOST_ELEMENTS or rows * 8 > self.options.probe_memory_bytes:
+            raise Refusal(f"the cache {pages.cache.name} is too large to probe", 5)
+        width = cache[-1]
+        if pages.quant == "none":
+            if width != shape[2] or (rows // width) % pages.page:
+                raise Refusal("the pages of the cache do not divide it", 5)
+            if pages.scales is not None:
+                scales = binding.shape(pages.scales)
+                count = 1
+                for extent in scales:
+                    count *= extent
+                if count != rows // width:
+                    raise Refusal("the scales of the keys have another cache", 5)
+        elif width != _width(shape[2], pages.quant):
+            raise Refusal(f"the pages of {pages.cache.name} are not of fused {pages.quant}", 5)
+
+    def _rule(self, binding: Binding, which: str, rules: tuple[str, ...]) -> str:
+        """What the model does to entries out of range; ``"fail"`` where it cannot take them."""
+        for rule in rules:
+            pages = (
+                replace(self.pages, low=rule) if which == "low" else replace(self.pages, high=rule)
+            )
+            try:
+                if self._agrees(binding, which, pages):
+                    return rule
+            except ProbeError:
+                return "fail"
+        raise Refusal("unused pages are read by no rule that is known", 8)
+
+    def _agrees(self, binding: Binding, entries: str, pages: Pages) -> bool:
+        cache, rows, factors = self._cache(binding)
+        count = rows.shape[0] // pages.page
+        shape = binding.shape(pages.table)
+        table = torch.randint(0, count, shape, generator=self.generator)
+        odd = torch.rand(shape, generator=self.generator) < 0.3
+        if entries == "low":
+            below = torch.randint(-min(2, count), 0, shape, generator=self.generator)
+            table = torch.where(odd, below, table)
+        elif entries == "high":
+            table = torch.where(odd, count + 3, table)
+        env: dict[fx.Node, Any] = {pages.cache: cache, pages.table: table.to(dtype_of(pages.table))}
+        if pages.scales is not None:
+            env[pages.scales] = factors.reshape(binding.shape(pages.scales)).to(
+                dtype_of(pages.scales)
+            )
+        values = self._run(binding, env, shape)
+        hidden = (table < 0) | (table >= count)
+        if entries == "low":
+            table = torch.where(table < 0, table + count if pages.low == "wrap" else 0, table)
+        elif entries == "high":
+            table = table.clamp(max=count - 1)
+        keys = values[self.key]
+        batch, positions, _ = keys.shape
+        line = torch.arange(batch) if pages.lines is None else values[pages.lines].reshape(-1)
+        table = table.reshape(-1, shape[-1])
+        if line.numel() != batch or batch > 1 and pages.lines is None and table.shape[0] != batch:
+            return False
+        at = torch.arange(positions)
+        slot = table[line.long()][:, at // pages.page] * pages.page + at % pages.page
+        if "hide" in (pages.low, pages.high):
+            if pages.quant == "none":
+                return False
+            rows, factors = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (rows, factors))
+            gone = hidden.reshape(-1, shape[-1])[line.long()][:, at // pages.page]
+            slot = torch.where(gone, rows.shape[0] - 1, slot)
+        if self.scale is None:
+            wanted = rows[slot]
+            if pages.quant == "fp8":
+                wanted = wanted * factors[slot][..., None]
+            return torch.equal(keys.to(wanted.dtype), wanted)
+        if pages.quant == "mxfp4":
+            return False
+        scales = values[self.scale].reshape(batch, -1)
+        same = torch.equal(keys.to(rows.dtype), rows[slot])
+        return same and torch.equal(scales.to(factors.dtype), factors[slot])
+
+    def _run(
+        self, binding: Binding, env: dict[fx.Node, Any], table: tuple[int, ...]
+    ) -> dict[fx.Node, Any]:
+        """The read on these values; other integers are drawn so that they can be indices."""
+        failure: ProbeError | None = None
+        positions = binding.shape(self.key)[1]
+        for limit in (positions, table[-1] - 1, table[0] - 1, 0):
+            draw = Draw(self.generator, limit)
+            given = dict(env)
+            for leaf in self.leaves:
+                shape = binding.shape(leaf)
+                given[leaf] = (
+                    draw.boolean(shape)
+                    if dtype_of(leaf) == torch.bool
+                    else draw.integer(shape, dtype_of(leaf), max(0, limit))
+                )
+            try:
+                return evaluate(needed(self.targets, given), given, binding)
+            except ProbeError as error:
+                failure = error
+        assert failure is not None
+        raise failure
+
+    def _cache(self, binding: Binding) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A drawn cache, its rows of numbers, and their scales."""
+        pages = self.pages
+        shape, dtype = binding.shape(pages.cache), dtype_of(pages.cache)
+        draw = Draw(self.generator, 1)
+        if pages.quant == "none":
+            cache = draw.normal(shape, torch.float32).to(dtype)
+            rows = cache.reshape(-1, shape[-1])
+            factors = torch.rand(rows.shape[0], generator=self.generator) + 0.5
+            if pages.scales is not None:
+                factors = factors.to(dtype_of(pages.scales))
+            return cache, rows, factors
+        bytes_of = torch.randint(0, 256, shape, generator=self.generator, dtype=torch.uint8)
+        cache = bytes_of.reshape(shape[0], pages.page, shape[-1])
+        values, scales = parts_of_pages(cache, pages.quant)
+        if pages.quant == "fp8":
+            # Two codes of e4m3 are no numbers.
+            values.masked_fill_(values & 127 == 127, 0)
+            factors = torch.rand(scales.shape[:2], generator=self.generator) + 0.1
+            scales.copy_(factors[..., None].view(torch.uint8))
+            numbers = values.contiguous().view(torch.float8_e4m3fn).float()
+            return cache.reshape(shape), numbers.flatten(0, 1), factors.flatten()
+        scales.remainder_(32).add_(112)
+        numbers = dequantise_mxfp4(values.contiguous(), scales.contiguous())
+        return cache.reshape(shape), numbers.flatten(0, 1), numbers.new_zeros(0)
+
+
+def _constant(node: fx.Node) -> bool:
+    """Whether a node holds a small constant of the model, and no parameter."""
+    if node.op != "get_attr":
+        return False
+    held = attribute(node)
+    if not isinstance(held, torch.Tensor) or isinstance(held, torch.nn.Parameter):
+        return False
+    return held.numel() <= MOST_CODES
+
+
+def _width(dim: int, quant: str) -> int:
+    return dim + 4 if quant == "fp8" else dim // 2 + dim // 32

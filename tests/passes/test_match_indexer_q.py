@@ -1,0 +1,288 @@
+"""The query side of an indexer becomes one op: every spelling, whole models, near-misses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pass_models import calls, captured
+from query_models import (
+    DIM,
+    HADAMARDS,
+    HEADS,
+    ROTARY,
+    ROTATIONS,
+    QueryModel,
+    Released,
+    fake_fp8,
+    fp8,
+    fp8_scale,
+    hidden,
+    sylvester,
+)
+from torch import Tensor, fx
+
+import dsa_compile
+from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
+
+
+def fused_ops(model: QueryModel, x: Tensor, **options: Any) -> tuple[PipelineResult, list[fx.Node]]:
+    result = run_pipeline(captured(model, x, **options))
+    return result, calls(result.graph_module, "fused_indexer_q")
+
+
+def check(model: QueryModel, result: PipelineResult, *inputs: Tensor, exact: bool = False) -> None:
+    """Values and picks of the model and of the rewritten graph."""
+    with torch.no_grad():
+        for x in inputs:
+            values, picks = model(x)
+            new_values, new_picks = result.graph_module(x)
+            assert torch.equal(picks.sort(-1).values, new_picks.sort(-1).values)
+            close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(new_values, values, **close)
+
+
+def option(node: fx.Node, name: str) -> Any:
+    given = {a.name: a.default_value for a in node.target._schema.arguments}  # type: ignore[union-attr]
+    return node.kwargs.get(name, given[name])
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotations(name: str) -> None:
+    last = name in ("complex", "rotate half", "even into halves")
+    model, x = QueryModel(name, last=last), hidden()
+    result, (op,) = fused_ops(model, x)
+    assert option(op, "rope") == ROTATIONS[name][1]
+    assert option(op, "rope_start") == (DIM - ROTARY if last else 0)
+    assert not option(op, "hadamard") and option(op, "quant") == "none"
+    check(model, result, x)
+    text = f"{ROTATIONS[name][1]} rotation from dim {DIM - ROTARY if last else 0}"
+    assert f"the query side is one op: {text}" in result.sites[0].notes
+
+
+@pytest.mark.parametrize("name", HADAMARDS)
+def test_hadamard_transforms(name: str) -> None:
+    model, x = QueryModel("complex", name), hidden()
+    result, (op,) = fused_ops(model, x)
+    assert option(op, "hadamard") and option(op, "rope") == "interleaved"
+    check(model, result, x)
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize("form", ["fp8", "fake fp8"])
+def test_fp8(form: str, pow2: bool) -> None:
+    rotation = None if pow2 else "rotate half"
+    model, x = QueryModel(rotation, None, form, pow2=pow2, floor=1e-10), hidden()
+    result, (op,) = fused_ops(model, x)
+    assert option(op, "quant") == "fp8" and option(op, "pow2_scale") == pow2
+    assert option(op, "floor") == 1e-10 and option(op, "fold_scale")
+    assert option(op, "cos") is None or rotation
+    check(model, result, x)
+
+
+def test_mxfp4_there_and_back() -> None:
+    model, x = QueryModel("even and odd", "butterflies", "fake mxfp4"), hidden()
+    result, (op,) = fused_ops(model, x)
+    assert option(op, "quant") == "mxfp4" and option(op, "hadamard")
+    check(model, result, x)
+
+
+def test_weights_only_scaled_are_left_to_the_scorer() -> None:
+    model, x = QueryModel(None), hidden()
+    result, ops = fused_ops(model, x)
+    assert not ops and result.sites[0].status == "fused" and not result.sites[0].notes
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_released_form(dynamic: bool) -> None:
+    """RoPE of non-interleaved pairs, Hadamard, fp8 of q and k, folded scales, in bf16."""
+    model, x = Released(), hidden(dtype=torch.bfloat16)
+    result, (op,) = fused_ops(model, x, dynamic=dynamic)
+    assert [s.status for s in result.sites] == ["fused"]
+    assert option(op, "rope") == "half" and option(op, "hadamard")
+    assert option(op, "quant") == "fp8" and option(op, "pow2_scale") and option(op, "fold_scale")
+    scales = {option(op, "softmax_scale"), option(op, "head_scale")}
+    assert scales == {HEADS**-0.5, DIM**-0.5}
+    lengths = (13, 7, 29) if dynamic else (13,)
+    check(model, result, *(hidden(n, dtype=torch.bfloat16) for n in lengths))
+
+
+def test_the_released_form_through_optimize() -> None:
+    model, x = Released().eval(), hidden(21, dtype=torch.bfloat16)
+    optimized = dsa_compile.optimize(model, config={"require_match": 1, "provider": "cpu"})
+    with torch.no_grad():
+        values, picks = optimized(x)
+        want_values, want_picks = model(x)
+    assert torch.equal(picks.sort(-1).values, want_picks.sort(-1).values)
+    torch.testing.assert_close(values, want_values, rtol=1e-5, atol=1e-6)
+    assert optimized.report.op_counts_after["dsa_cpu.fused_indexer_q.default"] == 1
+    found = dsa_compile.verify(model, optimized, x)
+    assert found.same_rows == found.rows and found.largest_score_difference == 0
+
+
+def test_layers_that_are_alike_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsa_compile.passes import match_indexer_q
+
+    class Two(QueryModel):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), super().forward(x.flip(1))
+
+    fits: list[object] = []
+    fit = match_indexer_q.QueryFitter.fit
+    monkeypatch.setattr(
+        match_indexer_q.QueryFitter, "fit", lambda self: fits.append(self) or fit(self)
+    )
+    _, ops = fused_ops(Two(), hidden())
+    assert len(ops) == 2 and len(fits) == 1
+
+
+# -- near-misses: each differs from an indexer's query side in one place -----------------------
+
+
+class AnglesByHead(QueryModel):
+    """Every head has a rope base of its own."""
+
+    def turn(self, x: Tensor, angle: Tensor) -> Tensor:
+        angle = angle[:, None] * torch.linspace(1, 2, HEADS)[:, None]
+        cos, sin = angle.cos(), angle.sin()
+        first, second, rest = torch.split(x, [ROTARY // 2, ROTARY // 2, DIM - ROTARY], -1)
+        turned = (first * cos - second * sin, second * cos + first * sin, rest)
+        return torch.cat(turned, -1)
+
+
+class FlippedSine(QueryModel):
+    """One pair turns the other way."""
+
+    def turn(self, x: Tensor, angle: Tensor) -> Tensor:
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        other = sin * torch.where(torch.arange(ROTARY // 2) == 3, -1.0, 1.0)
+        first, second, rest = torch.split(x, [ROTARY // 2, ROTARY // 2, DIM - ROTARY], -1)
+        turned = (first * cos - second * sin, second * cos + first * other, rest)
+        return torch.cat(turned, -1)
+
+
+class DifferentHalves(QueryModel):
+    """The halves of ``cos`` are read from a table, where they may differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.cat((self.freqs, self.freqs)))
+
+    def turn(self, x: Tensor, angle: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])[:, None].float()
+        cos = (positions * self.table).cos()[:, None]
+        sin = (positions * self.table).sin()[:, None]
+        part, rest = torch.split(x, [ROTARY, DIM - ROTARY], -1)
+        first, second = part.chunk(2, -1)
+        return torch.cat((part * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+
+class FlippedSign(QueryModel):
+    """One sign of the Hadamard matrix is wrong."""
+
+    def turn(self, x: Tensor, angle: Tensor) -> Tensor:
+        matrix = sylvester(DIM)
+        flip = (torch.arange(DIM)[:, None] == 5) & (torch.arange(DIM) == 9)
+        matrix = torch.where(flip, -matrix, matrix)
+        return super().turn(x, angle) @ matrix * DIM**-0.5
+
+
+class Unscaled(QueryModel):
+    """The Hadamard transform without its scale."""
+
+    def turn(self, x: Tensor, angle: Tensor) -> Tensor:
+        return super().turn(x, angle) @ sylvester(DIM)
+
+
+class ScaleOfTheWrongAxis(QueryModel):
+    """The maximum is over the heads."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        scale = fp8_scale(q.transpose(-1, -2), True, 1e-4).transpose(-1, -2)
+        return (q / scale).to(torch.float8_e4m3fn).float() * scale, w
+
+
+class ScaleOfTheRow(QueryModel):
+    """One scale for all heads of a row, which goes into the weights of all."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        scale = fp8_scale(q.flatten(-2), True, 1e-4)
+        return (q / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).float(), w * scale
+
+
+class HalfGroups(QueryModel):
+    """Two scales a head."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        halves = q.unflatten(-1, (2, -1))
+        return fake_fp8(halves).flatten(-2), w
+
+
+class ForgottenFloor(QueryModel):
+    """A query of zeros is divided by zero."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        scale = q.abs().amax(-1, keepdim=True) / 448.0
+        return (q / scale).to(torch.float8_e4m3fn).float(), w * scale.squeeze(-1)
+
+
+class RoundedDown(QueryModel):
+    """The scale is the power of two below, and large values are clamped."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        scale = q.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+        codes = (q / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return codes.float(), w * scale.squeeze(-1)
+
+
+class ScaleTwice(QueryModel):
+    """The q scale is in the queries and in the weights."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = fp8(q)
+        return codes.float() * scale, w * scale.squeeze(-1)
+
+
+class ScaledAfterTheCast(QueryModel):
+    """The weights are rounded to bf16 before their last factor."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = fp8(q)
+        return codes.float(), (w * scale.squeeze(-1)).bfloat16() * DIM**-0.5
+
+
+class ScaleOfTheNeighbour(QueryModel):
+    """Head h has the q scale of head h + 1 in its weight."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = fp8(q)
+        return codes.float(), w * scale.squeeze(-1).roll(1, -1)
+
+
+NEAR_MISSES = (
+    AnglesByHead,
+    FlippedSine,
+    DifferentHalves,
+    FlippedSign,
+    Unscaled,
+    ScaleOfTheWrongAxis,
+    ScaleOfTheRow,
+    HalfGroups,
+    ForgottenFloor,
+    RoundedDown,
+    ScaleTwice,
+    ScaledAfterTheCast,
+    ScaleOfTheNeighbour,
+)
+
+
+@pytest.mark.parametrize("model", NEAR_MISSES, ids=lambda m: m.__name__)
+def test_near_misses_stay_as_they_are(model: type[QueryModel]) -> None:
+    made, x = model(), hidden()
+    result, ops = fused_ops(made, x)
+    assert not ops
+    (site,) = result.sites
+    assert site.status == "fused" and any("query side is left" in n for n in site.notes)
+    check(made, result, x)
