@@ -40,6 +40,9 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     from dsa_compile.cli import app
 
     monkeypatch.setenv("COLUMNS", "200")
+    # A command puts the folder it runs in on the path. Left there, it would show our own kernels to
+    # whoever looks for a package of that name, as transformers does.
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
     def run(*arguments: object) -> Done:
         result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
