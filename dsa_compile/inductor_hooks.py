@@ -84,12 +84,12 @@ class IndexerPass(CustomGraphPass):
 
 
 def _load_what_graphs_may_call(config: Config) -> None:
-    if config.provider != "auto":
-        load(config.provider)
-    elif torch.cuda.is_available():
-        # Without Triton no graph was compiled for its ops either.
-        with contextlib.suppress(ImportError):
-            load("triton")
+    name = config.provider
+    if name == "auto":
+        name = "triton" if torch.cuda.is_available() else "cpu"
+    # A provider that is missing has compiled nothing, and a run of the passes says what it needs.
+    with contextlib.suppress(ImportError):
+        load(name)
 
 
 class ComposedPass(CustomGraphPass):

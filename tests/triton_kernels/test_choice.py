@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import dsa_compile.kernels.triton  # noqa: F401 (registers the ops)
+from dsa_compile.kernels import triton_choice
 from dsa_compile.kernels.triton_tiles import columns_for_maxima
 
 
@@ -44,6 +48,38 @@ def test_both_forms_select_the_same(size: int, bounds: bool, device: str) -> Non
     )
     for got in (sparse, dense):
         torch.testing.assert_close(got, tuple(want), rtol=1e-5, atol=1e-5)
+
+
+def noted(form: Callable[..., Any], called: list[str]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        called.append(form.__name__)
+        return form(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "rows, positions, below, dense",
+    [(4, 35, 1, True), (4, 36, 1, False), (5, 35, 1, False), (4, 35, 0, False), (5, 35, 36, True)],
+)
+def test_few_rows_are_scored_densely_for_longer(
+    rows: int, positions: int, below: int, dense: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 columns, so that 2.25 times as many positions are 36; 0 asks for candidates alone."""
+    forms: list[str] = []
+    for name in ("select_densely", "sparse_mqa_logits"):
+        monkeypatch.setattr(triton_choice, name, noted(getattr(triton_choice, name), forms))
+    q = torch.randn(1, rows, 2, 32, device=device)
+    keys = torch.randn(1, positions, 32, device=device)
+    ids = torch.tensor([[[0, 2]]], device=device).expand(1, rows, 2)
+    blocks, end = torch.ops.dsa.candidate_expand(
+        ids, num_positions=positions, block_size=8, sparse_block=8
+    )
+    weights = torch.ones(1, rows, 2, device=device)
+    triton_choice.select_columns(
+        q, keys, weights, blocks, end, topk=3, sparse_block=8, dense_below=below
+    )
+    assert forms == ["select_densely" if dense else "sparse_mqa_logits"]
 
 
 @pytest.mark.parametrize("nan", [False, True])
