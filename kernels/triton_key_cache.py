@@ -23,7 +23,16 @@ from .triton_rotate import (
     swap_neighbours,
 )
 from .triton_sparse import MAX_DIM, NUMBERS
-from .triton_tools import at_most, bound, interpreted, power_of_two, require, result, wrap_triton
+from .triton_tools import (
+    at_most,
+    bound,
+    interpreted,
+    power_of_two,
+    processors,
+    require,
+    result,
+    wrap_triton,
+)
 from .validate import Size
 
 NORMS = {"none": 0, "layer": 1, "rms": 2}
@@ -54,7 +63,6 @@ def key_kernel(
     dim,
     table,
     pages,
-    page,
     stride,
     eps,
     floor,
@@ -76,6 +84,7 @@ def key_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CACHE: tl.constexpr,
+    PAGE: tl.constexpr,
     TABLE: tl.constexpr,
     ROPE: tl.constexpr,
     START: tl.constexpr,
@@ -97,15 +106,16 @@ def key_kernel(
     inner = channel < dim
     real = row < count
     row64 = row.to(tl.int64)
+    # What is written waits for the slots, what is read does not.
+    written = real
+    token = row64
+    base = row64 * 0
     if CACHE:
         slot = tl.load(slots + row64 * slot_n, mask=real, other=-1).to(tl.int64)
-        real = real & (slot >= 0) & (slot < tl.cast(pages, tl.int64) * page)
-        place = tl.where(real, slot, 0)
-        token = place % page
-        base = place // page * stride
-    else:
-        token = row64
-        base = row64 * 0
+        written = real & (slot >= 0) & (slot < tl.cast(pages, tl.int64) * PAGE)
+        place = tl.where(written, slot, 0).to(tl.uint64, bitcast=True)
+        token = (place % PAGE).to(tl.int64, bitcast=True)
+        base = (place // PAGE).to(tl.int64, bitcast=True) * stride
     there = real[:, None] & inner[None, :]
     at = k + row64[:, None] * k_n
     source = source_dims(channel, ROPE, START, ROTARY)
@@ -155,24 +165,33 @@ def key_kernel(
     if QUANT == 1:
         codes, scale = fp8_rows(x, floor, POW2, INTEGERS)
         to = values + (base + token * dim)[:, None] + channel[None, :]
-        tl.store(to, codes, mask=there)
+        tl.store(to, codes, mask=written[:, None] & inner[None, :])
         if CACHE:
-            to = values + base + tl.cast(page, tl.int64) * dim + token * 4
+            to = values + base + PAGE * tl.cast(dim, tl.int64) + token * 4
         else:
             to = scales + token * 4
-        tl.store(to.to(tl.pointer_type(tl.float32)), scale, mask=real)
+        tl.store(to.to(tl.pointer_type(tl.float32)), scale, mask=written)
     else:
         packed, scale = mxfp4_rows(x, TOKENS, DIM)
         size, groups = dim // 2, dim // 32
         byte, group = tl.arange(0, DIM // 2), tl.arange(0, DIM // 32)
         to = values + (base + token * size)[:, None] + byte[None, :]
-        tl.store(to, packed, mask=real[:, None] & (byte[None, :] < size))
+        tl.store(to, packed, mask=written[:, None] & (byte[None, :] < size))
         if CACHE:
-            behind = values + tl.cast(page, tl.int64) * size
+            behind = values + PAGE * tl.cast(size, tl.int64)
         else:
             behind = scales
         to = behind + (base + token * groups)[:, None] + group[None, :]
-        tl.store(to, scale, mask=real[:, None] & (group[None, :] < groups))
+        tl.store(to, scale, mask=written[:, None] & (group[None, :] < groups))
+
+
+def tokens_a_program(count: Size, dim: int, device: int | None) -> tuple[int, int]:
+    """Tokens that one program takes, and its warps.
+
+    A warp that waits for no other; of two tokens where there are many (on an H200).
+    """
+    many = bound(count, 2**20) >= 8 * processors(device)
+    return 1 + (many and dim <= 128), 1
 
 
 def _launch(
@@ -181,13 +200,13 @@ def _launch(
     values: Tensor,
     scales: Tensor | None,
     slots: Tensor | None,
-    cache: tuple[Size, Size, Size],
+    cache: tuple[Size, Size, int],
     options: dict[str, Any],
 ) -> None:
     """Quantises keys into ``values`` and ``scales``, uint8.
 
     Args:
-        cache: pages, tokens of a page and bytes between pages, where there are slots.
+        cache: pages, bytes between pages and tokens of a page, where there are slots.
     """
     weight, bias = options.get("norm_weight"), options.get("norm_bias")
     cos, sin = options.get("cos"), options.get("sin")
@@ -211,7 +230,7 @@ def _launch(
     angles = angle_arguments(own_cos, own_sin, own_positions, (1, count), k)
     rope, start = options.get("rope", "half"), options.get("rope_start", 0)
     turned = bool(options.get("hadamard", False))
-    tokens = max(1, 1024 // padded)
+    tokens, warps = tokens_a_program(count, padded, k.device.index)
     wrap_triton(key_kernel)[((count + tokens - 1) // tokens,)](
         k,
         k if weight is None else weight,
@@ -223,7 +242,7 @@ def _launch(
         count,
         dim,
         angles[3],
-        *cache,
+        *cache[:2],
         float(options.get("eps", 1e-6)),
         float(options.get("floor", 1e-4)),
         1.0 if not turned else int(dim) ** -0.5,
@@ -236,6 +255,7 @@ def _launch(
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         CACHE=slots is not None,
+        PAGE=cache[2],
         **rope_constants(cos, positions, rope, start, padded),
         HADAMARD=turned,
         QUANT=QUANTS[options.get("quant", "fp8")],
@@ -246,7 +266,7 @@ def _launch(
         TYPE=TYPES[k.dtype],
         EXACT=interpreted(),
         INTEGERS=rounds_by_integers(k.device.index),
-        num_warps=4,
+        num_warps=warps,
     )
 
 
@@ -269,7 +289,7 @@ def indexer_k_quant(
     parts = [result(to, op, k, *part) for to, part in zip(given, shapes, strict=True)]
     raw = [part if part.dtype == torch.uint8 else part.view(torch.uint8) for part in parts]
     if not no_elements(k):
-        _launch(op, k, raw[0], raw[1], None, (1, 1, 0), options)
+        _launch(op, k, raw[0], raw[1], None, (1, 0, 1), options)
     return parts[0], parts[1]
 
 
@@ -283,7 +303,7 @@ def indexer_k_quant_and_cache(k: Tensor, cache: Tensor, slots: Tensor, **options
     """
     if no_elements(k, cache):
         return
-    shape = (cache.shape[0], cache.shape[1], cache.stride(0))
+    shape = (cache.shape[0], cache.stride(0), int(cache.shape[1]))
     # The cache is one argument of the kernel: a compiler would take two for two tensors, and keep
     # what was written to one of them.
     _launch("indexer_k_quant_and_cache", k, cache, None, slots, shape, options)

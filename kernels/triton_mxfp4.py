@@ -3,6 +3,10 @@
 An e2m1 code is a sign, two bits of exponent and one of mantissa. Moved to the top of a bf16 or fp32
 exponent field it is the same number times 2**-126, subnormal codes included, so that two products
 with powers of two widen it exactly.
+
+e5m2 holds the numbers of a whole vector exactly, too, divided by one power of two, where the scales
+of its groups lie within 2**26 of the largest; smaller ones count as 2**-26 of that. The largest
+becomes 2**13.
 """
 
 from __future__ import annotations
@@ -148,3 +152,65 @@ def widen(packed, scale, TYPE: tl.constexpr, FAST: tl.constexpr):
         code = packed.to(tl.int32)
         low, high = _e2m1(code, scale).to(TYPE), _e2m1(code >> 4, scale).to(TYPE)
     return low, high
+
+
+@triton.jit
+def largest_byte(word):
+    """The largest of the four bytes of int32 words."""
+    upper = tl.maximum((word >> 24) & 255, (word >> 16) & 255)
+    return tl.maximum(upper, tl.maximum((word >> 8) & 255, word & 255))
+
+
+@triton.jit
+def scale_step(byte, most):
+    """How far UE8M0 scales lie above 2**-26 of the largest of their vector [int32], 0 to 26."""
+    return tl.maximum(byte.to(tl.int32) - most.to(tl.int32) + 26, 0)
+
+
+@triton.jit
+def widen_relative(packed, scale, most):
+    """e5m2 numbers of the low and of the high nibbles of ``packed`` [uint8], by fp32 arithmetic.
+
+    Args:
+        scale, most: UE8M0 bytes of the codes' groups, and the largest of their vector's.
+    """
+    power = ((scale_step(scale, most) + 114) << 23).to(tl.float32, bitcast=True)
+    code = packed.to(tl.int32)
+    low, high = _e2m1(code, power), _e2m1(code >> 4, power)
+    return low.to(tl.float8e5), high.to(tl.float8e5)
+
+
+@triton.jit
+def widen_relative_fast(packed, step):
+    """The same, four bytes at a time.
+
+    Args:
+        step: ``scale_step`` of each byte; four bytes that a thread holds in a row share one.
+    """
+    # The codes of e5m2 for the eight sizes are looked up in two registers; a step of the scale adds
+    # 4 to each but that of 0. Signs are put back at bit 7 of each byte.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 up, small, large, some, other, first, second;
+        mul.lo.u32 up, $3, 0x04040404;
+        and.b32 small, up, 0xFFFFFF00;
+        add.u32 small, small, 0x0A080400;
+        add.u32 large, up, 0x12100E0C;
+        and.b32 some, $2, 0x77777777;
+        shr.u32 other, some, 16;
+        prmt.b32 first, small, large, some;
+        prmt.b32 second, small, large, other;
+        prmt.b32 some, first, second, 0x6420;
+        prmt.b32 other, first, second, 0x7531;
+        shl.b32 first, $2, 4;
+        lop3.b32 $0, first, 0x80808080, some, 0xEA;
+        lop3.b32 $1, $2, 0x80808080, other, 0xEA;
+        }
+        """,
+        "=&r,=&r,r,r,r,r,r",
+        [packed, step],
+        dtype=(tl.float8e5, tl.float8e5),
+        is_pure=True,
+        pack=4,
+    )

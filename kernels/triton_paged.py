@@ -2,8 +2,9 @@
 
 A program takes one row and a run of column tiles, as in ``triton_scores``. A column is a position,
 of a candidate block or counted from 0; the block table says which page it is in, and keys are read
-from there. MXFP4 keys are widened to bf16 with their scales, which is exact; even and odd dims make
-two products, since they lie in the low and in the high halves of the bytes.
+from there. MXFP4 keys are widened, for fp8 and packed queries to e5m2 by their scales beside the
+largest of the key, else to bf16 with their scales, which is exact; even and odd dims make two
+products, since they lie in the low and in the high halves of the bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import triton
 import triton.language as tl
 
 from .triton_expand import row_bound
-from .triton_mxfp4 import ue8m0, widen
+from .triton_mxfp4 import largest_byte, scale_step, ue8m0, widen, widen_relative_fast
+from .triton_nibbles import in_order, query_nibbles
 from .triton_scores import relu_scale, weighted_sum
 
 
@@ -62,51 +64,11 @@ def _pages(table, position, seen, columns, table_p, PAGED: tl.constexpr, PAGE: t
 
 
 @triton.jit
-def _bytes_in_order(HALF: tl.constexpr, BY_LANE: tl.constexpr):
-    """The byte of a key that each place of a product's inner axis takes.
-
-    In the operand of a matrix instruction, lane c of four holds places 2c, 2c + 1, 2c + 8, 2c + 9
-    of every sixteen. It is given a run of bytes that lie together: a wide read, of few scales.
-    """
-    place = tl.arange(0, HALF)
-    if BY_LANE:
-        lane = place // 2 % 4
-        place = lane * (HALF // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
-    return place
-
-
-@triton.jit
-def _in_order(x, TILE: tl.constexpr, HALF: tl.constexpr, BY_LANE: tl.constexpr):
-    """Numbers of bytes [TILE, HALF / 16, 16] along a product's inner axis."""
-    if BY_LANE:
-        x = tl.permute(tl.reshape(x, [TILE, 4, HALF // 16, 2, 2]), (0, 2, 3, 1, 4))
-    return tl.reshape(x, [TILE, HALF])
-
-
-@triton.jit
-def _nibbles(
-    q, q_scale, head, heads, q_h, q_d, s_h, s_d,
-    HALF: tl.constexpr, BY_LANE: tl.constexpr, PACKED: tl.constexpr, TYPE: tl.constexpr, dim,
-):  # fmt: skip
-    """Queries of even and of odd dims, [HALF, HEADS] each, in the order of the keys' bytes."""
-    pair = _bytes_in_order(HALF, BY_LANE)
-    there = (head[None, :] < heads) & (2 * pair[:, None] < dim)
-    at = q + head.to(tl.int64)[None, :] * q_h
-    if PACKED:
-        byte = tl.load(at + pair.to(tl.int64)[:, None] * q_d, mask=there, other=0)
-        group = (pair // 16).to(tl.int64)[:, None] * s_d
-        scale = tl.load(q_scale + head.to(tl.int64)[None, :] * s_h + group, mask=there, other=127)
-        return widen(byte, ue8m0(scale), TYPE, False)
-    even = tl.load(at + 2 * pair.to(tl.int64)[:, None] * q_d, mask=there, other=0.0)
-    odd = tl.load(at + (2 * pair.to(tl.int64)[:, None] + 1) * q_d, mask=there, other=0.0)
-    return even.to(TYPE), odd.to(TYPE)
-
-
-@triton.jit
-def _product(key, query, TYPE: tl.constexpr):
+def _product(key, query, total, TYPE: tl.constexpr):
+    """Products of keys and queries, added to others."""
     if TYPE == tl.float32:
-        return tl.dot(key, query, input_precision="ieee")
-    return tl.dot(key, query)
+        return tl.dot(key, query, total, input_precision="ieee")
+    return tl.dot(key, query, total)
 
 
 @triton.jit
@@ -181,6 +143,7 @@ def stored_kernel(
     TILE: tl.constexpr,
     TYPE: tl.constexpr,
     RELU: tl.constexpr,
+    NARROW: tl.constexpr,
     FAST: tl.constexpr,
     BY_LANE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -219,10 +182,29 @@ def stored_kernel(
     to = out + program.to(tl.int64) * width
     if MXFP4:
         qs_at = q_scale + batch * qs_b + row * qs_s
-        even, odd = _nibbles(
-            q_at, qs_at, head, heads, q_h, q_d, qs_h, qs_d, DIM // 2, BY_LANE, PACKED, TYPE, dim
-        )
         group = tl.arange(0, DIM // 32)
+        most = head
+        if NARROW and PACKED:
+            in_head = head.to(tl.int64)[:, None] * qs_h + group.to(tl.int64)[None, :] * qs_d
+            shown = (head[:, None] < heads) & (group[None, :] < dim // 32)
+            most = tl.max(tl.load(qs_at + in_head, mask=shown, other=0).to(tl.int32), 1)
+            weight *= ue8m0(most) * 0.0001220703125
+        even, odd = query_nibbles(
+            q_at,
+            qs_at,
+            most,
+            head,
+            heads,
+            dim,
+            q_h,
+            q_d,
+            qs_h,
+            qs_d,
+            DIM // 2,
+            BY_LANE,
+            PACKED,
+            TYPE,
+        )
         byte = tl.arange(0, 16)
         in_key = group[:, None] * 16 + byte[None, :]
     else:
@@ -261,20 +243,35 @@ def stored_kernel(
 
         if MXFP4:
             by_byte = key_at[:, None, None] + in_key[None, :, :]
-            by_group = scale_at[:, None] + group[None, :]
             if PADDED_DIM:
                 real = inner[:, None, None] * 0 + in_key[None, :, :] < dim // 2
                 packed = tl.load(by_byte, mask=real, other=0)
-                byte_scale = tl.load(by_group, mask=inner[:, None] * 0 + group[None, :] < dim // 32,
-                                     other=127)  # fmt: skip
             else:
                 packed = tl.load(by_byte)
+            by_group = scale_at[:, None] + group[None, :]
+            if PADDED_DIM:
+                real_group = inner[:, None] * 0 + group[None, :] < dim // 32
+                byte_scale = tl.load(by_group, mask=real_group, other=127)
+            else:
                 byte_scale = tl.load(by_group)
-            factor = tl.broadcast_to(ue8m0(byte_scale)[:, :, None], packed.shape)
-            even_key, odd_key = widen(packed, factor, TYPE, FAST)
-            product = _product(_in_order(even_key, TILE, DIM // 2, BY_LANE), even, TYPE)
-            product += _product(_in_order(odd_key, TILE, DIM // 2, BY_LANE), odd, TYPE)
+            if NARROW:
+                # The four scales are loaded twice: the compiler hands threads the codes that they
+                # multiply if nothing but loads and elementwise operations leads there.
+                largest = largest_byte(tl.load(scale_at.to(tl.pointer_type(tl.int32))))
+                step = scale_step(byte_scale, largest[:, None])
+                step = tl.broadcast_to(step[:, :, None], packed.shape)
+                even_key, odd_key = widen_relative_fast(packed, step)
+            else:
+                factor = tl.broadcast_to(ue8m0(byte_scale)[:, :, None], packed.shape)
+                even_key, odd_key = widen(packed, factor, TYPE, FAST)
+            even_key = in_order(even_key, TILE, DIM // 2, BY_LANE)
+            odd_key = in_order(odd_key, TILE, DIM // 2, BY_LANE)
+            product = _product(even_key, even, tl.zeros([TILE, HEADS], tl.float32), TYPE)
+            product = _product(odd_key, odd, product, TYPE)
             score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
+            if NARROW:
+                # 2**-13, which the largest scale of a key was made.
+                score *= ue8m0(largest) * 0.0001220703125
         else:
             by_dim = (key_at[:, None] + channel[None, :]).to(tl.pointer_type(tl.float8e4nv))
             if PADDED_DIM:
@@ -282,7 +279,8 @@ def stored_kernel(
                 key = tl.load(by_dim, mask=real_dim, other=0.0)
             else:
                 key = tl.load(by_dim)
-            product = _product(key.to(TYPE), query, TYPE)
+            nothing_yet = tl.zeros([TILE, HEADS], tl.float32)
+            product = _product(key.to(TYPE), query, nothing_yet, TYPE)
             score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
             score *= tl.load(scale_at.to(tl.pointer_type(tl.float32)), mask=found, other=0.0)
         score = tl.where(found, score, float("-inf"))

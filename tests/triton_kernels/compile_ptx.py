@@ -117,6 +117,17 @@ CALLS: dict[str, Callable[[], None]] = {
 }
 
 
+def codes_together(code: str) -> bool:
+    """Whether threads hold four neighbours of a key, as the widening of four bytes takes it."""
+    for layout in re.findall(r"elementwise_inline_asm.*?xi8, (#\w+)>.*f8E5M2", code):
+        (shape,) = re.findall(rf"^{layout} = .*", code, re.MULTILINE)
+        linear = re.search(r"register = \[\[0, 0, 1\], \[0, 0, 2\]", shape)
+        blocked = re.search(r"sizePerThread = \[1, 1, (4|8|16)\].*order = \[2", shape)
+        if linear is None and blocked is None:
+            return False
+    return True
+
+
 class Recorder:
     """Stands in for a kernel: compiles instead of launching."""
 
@@ -181,6 +192,8 @@ class Recorder:
             "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
             "async_copies": len(re.findall(r"cp\.async\.(ca|cg)", ptx)),
             "wide_copies": len(re.findall(r"cp\.async\.cg[^;]*0x10", ptx)),
+            "codes_together": codes_together(built.asm["ttgir"]),
+            "e5m2_buffers": len(re.findall(r"local_alloc[^\n]*f8E5M2", built.asm["ttgir"])),
             "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4\.b32", ptx)),
             "shared": built.metadata.shared,
             "limit": SHARED[self.arch],

@@ -178,6 +178,8 @@ def main(arch: int, labels: list[str]) -> None:
             module.wrap_triton = lambda kernel, label=label: tools.Recorder(kernel, label, arch)
             if hasattr(module, "rounds_by_integers"):
                 module.rounds_by_integers = lambda index: arch < 89
+            if hasattr(module, "fp8_products"):
+                module.fp8_products = lambda index: arch >= 89
             if hasattr(module, "operands_by_lane"):
                 module.operands_by_lane = lambda index: arch // 10 not in (10, 11)
             if hasattr(module, "shared_memory"):

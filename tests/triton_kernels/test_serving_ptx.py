@@ -14,7 +14,7 @@ import pytest
 # Products of fp8 begin with sm_89; what sm_80 quantises to fp8 it does by integers.
 CALLS = {
     "sm_80": "queries-fp8 keys-fp8 paged-mxfp4",
-    "sm_89": "paged-fp8 paged-mxfp4-fp8",
+    "sm_89": "paged-fp8 paged-mxfp4-fp8 packed-mxfp4",
     "sm_90": "queries-none queries-fp8 queries-mxfp4 keys-fp8 keys-mxfp4 gather-fp8 paged-fp8 "
     "paged-fp8-bfloat16 paged-mxfp4 paged-all-mxfp4 packed-mxfp4",
     "sm_100": "keys-mxfp4 paged-all-fp8 paged-mxfp4",
@@ -53,5 +53,9 @@ def check(arch: str, kernel: dict[str, Any]) -> None:
     wanted = {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(arch, "mma")
     assert kernel[wanted] > 0, kernel
     assert kernel["async_copies"] > 0, kernel
+    assert kernel["codes_together"], kernel
+    if arch == "sm_90":
+        # Those of the queries: codes of keys go from registers into products.
+        assert kernel["e5m2_buffers"] <= 2, kernel
     if "bfloat16" not in kernel["call"]:
         assert kernel["wide_copies"] > 0, kernel
