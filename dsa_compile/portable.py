@@ -13,6 +13,7 @@ from torch import fx
 
 from dsa_compile.errors import PackageError
 from dsa_compile.kernels.aten import Aten
+from dsa_compile.passes.graph_tools import called_op
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -42,9 +43,9 @@ def foreign_ops(program: ExportedProgram) -> tuple[str, ...]:
     found = set()
     for graph in _graphs(program.graph_module):
         for node in graph.nodes:
-            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-                if node.target.namespace not in _BUILT_IN:
-                    found.add(node.target.name())
+            called = called_op(node) if node.op == "call_function" else None
+            if isinstance(called, torch._ops.OpOverload) and called.namespace not in _BUILT_IN:
+                found.add(called.name())
     return tuple(sorted(found))
 
 

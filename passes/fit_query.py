@@ -15,9 +15,10 @@ import torch.fx as fx
 
 from dsa_compile.kernels.fused_q_reference import turn
 from dsa_compile.kernels.quantise import quantise
-from dsa_compile.passes.arrange_angles import Angles, leads
+from dsa_compile.passes.arrange_angles import Angles
 from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.compare_query import queries_differ, weights_differ
+from dsa_compile.passes.find_rotations import rotations
 from dsa_compile.passes.graph_tools import dtype_of, value
 from dsa_compile.passes.score_trace import Refusal
 from dsa_compile.passes.trace_query import QueryTrace
@@ -116,42 +117,9 @@ class QueryFitter:
                 yield plain
 
     def _rotations(self) -> Iterator[tuple[tuple[Angles, Angles], str, int]]:
-        for pair, width, styles in self._pairs():
-            rotary = 2 * width
-            if rotary > self.shape[-1]:
-                continue
-            for rope in styles:
-                for start in dict.fromkeys((0, self.shape[-1] - rotary)):
-                    if rope != "interleaved" or start % 2 == 0:
-                        yield pair, rope, start
-
-    def _pairs(self) -> Iterator[tuple[tuple[Angles, Angles], int, tuple[str, ...]]]:
-        """Cosines and sines, how many there are, and the pairs of dims that they may turn."""
-        readable = []
-        for at, node in enumerate(self.trace.sides):
-            shape = self.values[node].shape
-            for drop, lead in leads(shape, *self.shape[:2]):
-                readable.append((at, value(node).is_complex(), shape[-1], drop, lead))
-        for at, is_complex, width, drop, lead in readable:
-            if is_complex:
-                pair = tuple(Angles(at, part, "all", drop, lead) for part in (0, 1))
-                yield pair, width, ("interleaved", "half", "deinterleaved")  # type: ignore[misc]
-                continue
-            for other, also, size, drop2, lead2 in readable:
-                if also or other == at or size != width or lead2 != lead:
-                    continue
-                for cut, styles in (
-                    ("all", ("half", "interleaved", "deinterleaved")),
-                    ("half", ("half",)),
-                    ("even", ("interleaved", "deinterleaved")),
-                ):
-                    if cut != "all" and width % 2:
-                        continue
-                    pair = (
-                        Angles(at, None, cut, drop, lead),
-                        Angles(other, None, cut, drop2, lead2),
-                    )
-                    yield pair, width if cut == "all" else width // 2, styles
+        sides = [self.values[n] for n in self.trace.sides]
+        complexes = [bool(value(n).is_complex()) for n in self.trace.sides]
+        return rotations(sides, complexes, self.shape[:2], self.shape[-1])
 
     def _formats(self, form: QueryForm) -> Iterator[QueryForm]:
         trace, dim = self.trace, self.shape[-1]

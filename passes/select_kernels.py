@@ -7,22 +7,39 @@ import torch.fx as fx
 
 from dsa_compile.kernels.providers import load
 from dsa_compile.passes.context import PassContext, PassResult
-from dsa_compile.passes.graph_tools import namespace, op_name
+from dsa_compile.passes.graph_tools import FUNCTIONALIZED, called_op, namespace
 
 
 def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     """Swap each ``dsa::`` op for the provider's op of the same name and schema.
 
+    That goes for ops that write to a cache too, which a functional graph calls through PyTorch's
+    functional form.
+
     Raises:
         ValueError: the provider is not known, or lacks an op that the graph needs.
         ImportError: a package that the provider needs is missing.
     """
-    calls = [n for n in graph_module.graph.nodes if namespace(n) == "dsa"]
+    calls = [n for n in graph_module.graph.nodes if _is_ours(n)]
     target = load(context.provider)
     library = getattr(torch.ops, target)
-    missing = sorted({op_name(n) for n in calls if not hasattr(library, op_name(n))})
+    missing = sorted({_name(n) for n in calls if not hasattr(library, _name(n))})
     if missing:
         raise ValueError(f"provider {context.provider!r} lacks {', '.join(missing)}")
     for node in calls:
-        node.target = getattr(library, op_name(node)).default
+        served = getattr(library, _name(node)).default
+        if node.target is called_op(node):
+            node.target = served
+        else:
+            node.args = (served, *node.args[1:])
     return PassResult(graph_module, bool(calls) and target != "dsa")
+
+
+def _is_ours(node: fx.Node) -> bool:
+    if node.target is FUNCTIONALIZED:
+        return getattr(called_op(node), "namespace", "") == "dsa"
+    return namespace(node) == "dsa"
+
+
+def _name(node: fx.Node) -> str:
+    return str(called_op(node).__name__.partition(".")[0])
