@@ -14,7 +14,11 @@ from dsa_compile.compile_caches import pass_uuid
 from dsa_compile.compiled_reports import merged
 from dsa_compile.config import Config, as_config
 from dsa_compile.errors import ConfigError
-from dsa_compile.inductor_lowering import decompose_emitted
+from dsa_compile.inductor_lowering import (
+    decompose_emitted,
+    register_tagged,
+    tag_uncapturable,
+)
 from dsa_compile.kernels.providers import known_uncapturable, load
 from dsa_compile.logs import log_sites
 from dsa_compile.pass_runner import PassRun, PassSettings, run_passes
@@ -60,6 +64,7 @@ class IndexerPass(CustomGraphPass):
         if not run.failed and any(site.status != "kept" for site in run.result.sites):
             decompose_emitted(run.result.graph_module)
             module.graph = run.result.graph_module.graph
+        tag_uncapturable(module.graph, _uncapturable(self.config))
         self.reports.append(report_of(run, settings))
         log_sites(self.reports[-1])
 
@@ -90,6 +95,12 @@ def _load_what_graphs_may_call(config: Config) -> None:
     # A provider that is missing has compiled nothing, and a run of the passes says what it needs.
     with contextlib.suppress(ImportError):
         load(name)
+    register_tagged(_uncapturable(config))
+
+
+def _uncapturable(config: Config) -> tuple[str, ...]:
+    """Names of the ops that Inductor's graph partition leaves out of CUDA graphs."""
+    return (*known_uncapturable(), *config.uncapturable)
 
 
 class ComposedPass(CustomGraphPass):
@@ -156,8 +167,8 @@ def hook_options(indexers: IndexerPass) -> dict[str, Any]:
     others = [m for m in members if not isinstance(m, IndexerPass)]
     hook = ComposedPass([indexers, *others]) if others else indexers
     listed = list(config.custom_should_partition_ops)
-    added = [*known_uncapturable(), *indexers.config.uncapturable]
-    return {HOOK: hook, PARTITIONED: [*listed, *(op for op in added if op not in listed)]}
+    added = [op for op in _uncapturable(indexers.config) if op not in listed]
+    return {HOOK: hook, PARTITIONED: [*listed, *added]}
 
 
 def _flat(present: Any) -> list[Any]:

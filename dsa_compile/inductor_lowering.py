@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+
+UNCAPTURED = "dsa_uncaptured"
+"""Namespace of the ops that stand for those of several results that no CUDA graph may capture."""
+_libraries: list[torch.library.Library] = []
 
 
 def decompose_emitted(graph_module: fx.GraphModule) -> None:
@@ -69,3 +75,65 @@ def _nothing() -> Any:
     from contextlib import nullcontext
 
     return nullcontext()
+
+
+def tag_uncapturable(graph: fx.Graph, names: Collection[str]) -> None:
+    """Have the results of some calls read where they are made, outside of CUDA graphs.
+
+    Inductor's graph partition leaves an op out by its name, but the reads of its results only by a
+    tag of the op: of several results, a CUDA graph would then be given a tuple, which it refuses.
+    Calls of such ops go to one of the same schema and meaning that has the tag.
+
+    Args:
+        graph: changed in place.
+        names: of ops, ``namespace::op`` for all overloads or ``namespace::op.overload``.
+    """
+    for node in graph.nodes:
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            continue
+        name = target._schema.name
+        if not {name, f"{name}.{target._overloadname}"}.isdisjoint(names) and _is_untagged(target):
+            node.target = _tagged(target)
+
+
+def register_tagged(names: Collection[str]) -> None:
+    """Register what :func:`tag_uncapturable` may have put into a graph that a cache gives back."""
+    for name in names:
+        for op in _overloads(name):
+            if _is_untagged(op):
+                _tagged(op)
+
+
+def _overloads(name: str) -> Iterator[Any]:
+    """The ops of a name that are registered by now."""
+    namespace, _, op = name.partition("::")
+    op, _, overload = op.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    if packet is not None:
+        for found in packet.overloads():
+            if overload in ("", found):
+                yield getattr(packet, found)
+
+
+def _is_untagged(op: torch._ops.OpOverload) -> bool:
+    known = torch.Tag.cudagraph_unsafe in op.tags
+    return len(op._schema.returns) > 1 and not op._schema.is_mutable and not known
+
+
+@cache
+def _tagged(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """An op that calls ``op`` and is tagged as one that no CUDA graph may capture."""
+    library = torch.library.Library(UNCAPTURED, "FRAGMENT")
+    _libraries.append(library)
+    name = op.name().replace("::", "_").replace(".", "_")
+    _, _, signature = str(op._schema).partition("(")
+    library.define(f"{name}({signature}", tags=(*op.tags, torch.Tag.cudagraph_unsafe))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    library.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{UNCAPTURED}::{name}", call, lib=library)
+    made: torch._ops.OpOverload = getattr(getattr(torch.ops, UNCAPTURED), name).default
+    return made

@@ -10,8 +10,8 @@ from torch import Tensor
 
 Size = Any
 Step = Callable[..., tuple[Tensor, ...]]
-# Before torch 2.12 the C++ code of AOTInductor hands no symbolic size to the body of a loop.
-_LOOPS_TAKE_SIZES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
+# Before torch 2.12 AOTInductor writes no C++ for a loop that fills a buffer row by row.
+_HAS_LOOPS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
 def upper_bound(size: Size) -> int | None:
@@ -62,7 +62,7 @@ def by_rows(
         rows: number of rows; the last chunk repeats the last row.
         sizes: sizes of the graph's inputs. A compiler writes the loop's buffers in terms of those
             that are bare symbols; where one is missing there is no loop, and memory grows with the
-            rows.
+            rows. Nor is there one with torch before 2.12.
 
     Returns:
         results [batch, rows, ...].
@@ -75,8 +75,7 @@ def by_rows(
         if isinstance(s, torch.SymInt) and s.node.expr.is_Symbol
     }
     like = tensors[0]
-    loops = not needed or (_LOOPS_TAKE_SIZES and needed <= bare.keys())
-    if surely(rows <= chunk) or not loops:
+    if surely(rows <= chunk) or not (_HAS_LOOPS and needed <= bare.keys()):
         return step(torch.arange(rows, device=like.device), *tensors, *numbers)
     # Compilers take a size of 1 for fixed: with one chunk a graph would serve no more rows.
     chunks = torch.sym_max((rows + chunk - 1) // chunk, 2)

@@ -14,11 +14,10 @@ from .validate import Size, row_shape
 
 @triton.jit
 def column_position(
-    blocks, column, blocks_n, low, positions, SPARSE_BLOCK: tl.constexpr, ANCHORED: tl.constexpr
+    block, column, low, positions, SPARSE_BLOCK: tl.constexpr, ANCHORED: tl.constexpr
 ):
-    """Position [int64] of a row's columns, out of range where the block is; ``blocks`` its row."""
-    block = tl.load(blocks + (column // SPARSE_BLOCK).to(tl.int64) * blocks_n).to(tl.int64)
-    block = tl.minimum(tl.maximum(block, -1), positions // SPARSE_BLOCK + 1)
+    """Position [int64] of a row's columns in their blocks, out of range where the block is."""
+    block = tl.minimum(tl.maximum(block.to(tl.int64), -1), positions // SPARSE_BLOCK + 1)
     place = block * SPARSE_BLOCK + column % SPARSE_BLOCK
     if ANCHORED:
         place += low % SPARSE_BLOCK
@@ -51,7 +50,8 @@ def columns_kernel(
     inside = column < width
     line = blocks + batch.to(tl.int64) * blocks_b + row.to(tl.int64) * blocks_s
     safe = tl.where(inside, column, 0)
-    place = column_position(line, safe, blocks_n, low, total, SPARSE_BLOCK, ANCHORED)
+    block = tl.load(line + (safe // SPARSE_BLOCK).to(tl.int64) * blocks_n)
+    place = column_position(block, safe, low, total, SPARSE_BLOCK, ANCHORED)
     place = tl.minimum(tl.maximum(place, 0), tl.maximum(total - 1, 0))
     tl.store(out + program.to(tl.int64) * width + column, place, mask=inside)
 
@@ -71,8 +71,8 @@ def candidate_columns(
     out = result(out, "candidate_columns", blocks, (batch, rows, width), torch.int64)
     if isinstance(out.numel(), int) and out.numel() == 0:
         return out
-    ids, ids_b, ids_s = by_row(blocks, batch, rows, out)
-    start, start_b, start_s = by_row(row_start, batch, rows, out)
+    ids, ids_b, ids_s = by_row(blocks, batch, rows, blocks)
+    start, start_b, start_s = by_row(row_start, batch, rows, blocks)
     tile = 1024
     wrap_triton(columns_kernel)[(batch * rows, (width + tile - 1) // tile)](
         ids,

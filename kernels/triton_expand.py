@@ -15,11 +15,21 @@ _AT_ONCE = 1024
 
 
 @triton.jit
+def within(bound, positions):
+    """A row's start or end as it was read, as int64 clamped to the context."""
+    return tl.minimum(tl.maximum(bound.to(tl.int64), 0), positions)
+
+
+@triton.jit
 def row_bound(pointer, batch, row, stride_b, stride_s, positions, GIVEN: tl.constexpr, absent):
-    """A row's start or end [int64], clamped to the context; ``absent`` where none is given."""
+    """A row's start or end [int64], clamped to the context; ``absent`` where none is given.
+
+    Not where the address of a store depends on it: compilers take each pointer that a function got
+    for written to if an address depends on what it returns. There the kernel itself reads it.
+    """
     if GIVEN:
         at = tl.load(pointer + batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_s)
-        return tl.minimum(tl.maximum(at.to(tl.int64), 0), positions)
+        return within(at, positions)
     return absent.to(tl.int64)
 
 
@@ -95,8 +105,13 @@ def expand_kernel(
     program = tl.program_id(0)
     batch, row = program // rows, program % rows
     total = tl.cast(positions, tl.int64)
-    low = row_bound(starts, batch, row, starts_b, starts_s, total, HAS_START, total * 0)
-    high = row_bound(ends, batch, row, ends_b, ends_s, total, HAS_END, total)
+    low, high = total * 0, total
+    if HAS_START:
+        at = starts + batch.to(tl.int64) * starts_b + row.to(tl.int64) * starts_s
+        low = within(tl.load(at), total)
+    if HAS_END:
+        at = ends + batch.to(tl.int64) * ends_b + row.to(tl.int64) * ends_s
+        high = within(tl.load(at), total)
     origin = low if ANCHORED else low * 0
     first = ((low - origin) // SPARSE_BLOCK).to(tl.int32)
     last = tl.where(low < high, (high - origin + SPARSE_BLOCK - 1) // SPARSE_BLOCK, 0).to(tl.int32)
@@ -211,8 +226,8 @@ def candidate_expand(
     ids_at_once = power_of_two(bound(count, _AT_ONCE), 2)
     unit = bits_a_unit(total, count)
     units_at_once = power_of_two(bound(words * (32 // unit), _AT_ONCE), 2)
-    starts, starts_b, starts_s = by_row(row_start, batch, rows, blocks)
-    ends, ends_b, ends_s = by_row(row_end, batch, rows, blocks)
+    starts, starts_b, starts_s = by_row(row_start, batch, rows, ids)
+    ends, ends_b, ends_s = by_row(row_end, batch, rows, ids)
     if warps is None:
         warps = max(1, min(4, ids_at_once // 128))
     wrap_triton(expand_kernel)[(batch * rows,)](

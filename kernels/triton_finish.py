@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .triton_columns import column_position
-from .triton_expand import row_bound
+from .triton_expand import within
 from .triton_tools import (
     candidate_column,
     candidate_score,
@@ -99,11 +99,13 @@ def finish(
     column = packed_column(packed)
     place = column.to(tl.int64)
     if MAP == 1:
-        low = row_bound(starts, batch, row, starts_b, starts_s, context, HAS_START, context * 0)
-        line = blocks + batch * blocks_b + row * blocks_s
-        place = column_position(
-            line, tl.where(kept, column, 0), blocks_n, low, context, SPARSE_BLOCK, ANCHORED
-        )
+        low = context * 0
+        if HAS_START:
+            low = within(tl.load(starts + batch * starts_b + row * starts_s), context)
+        safe = tl.where(kept, column, 0)
+        at = blocks + batch * blocks_b + row * blocks_s
+        block = tl.load(at + (safe // SPARSE_BLOCK).to(tl.int64) * blocks_n)
+        place = column_position(block, safe, low, context, SPARSE_BLOCK, ANCHORED)
         place = tl.minimum(tl.maximum(place, 0), context - 1)
     tl.store(values + slot, key_score(packed_key(packed)), mask=kept)
     tl.store(index + slot, place.to(index.dtype.element_ty), mask=kept)

@@ -73,8 +73,8 @@ def block_flags(blocks: Tensor, end: Tensor, positions: Size, sparse_block: int)
     words = blocks.new_empty((batch, rows, width), dtype=torch.int32)
     if isinstance(words.numel(), int) and words.numel() == 0:
         return BlockFlags(words, sparse_block)
-    lines, blocks_b, blocks_s = by_row(blocks, batch, rows, words)
-    stops, end_b, end_s = by_row(end, batch, rows, words)
+    lines, blocks_b, blocks_s = by_row(blocks, batch, rows, blocks)
+    stops, end_b, end_s = by_row(end, batch, rows, end)
     at_once = power_of_two(bound(count, _AT_ONCE), 2)
     wrap_triton(flags_kernel)[(batch * rows,)](
         lines,

@@ -95,9 +95,9 @@ def block_maxima(
         pin: the value of the block of position row_end - 1, or None.
     """
     batch, rows, count = out.shape
-    starts, starts_b, starts_s = by_row(row_start, batch, rows, out)
-    ends, ends_b, ends_s = by_row(row_end, batch, rows, out)
-    masks, mask_b, mask_s = by_row(mask, batch, rows, out)
+    starts, starts_b, starts_s = by_row(row_start, batch, rows, scores)
+    ends, ends_b, ends_s = by_row(row_end, batch, rows, scores)
+    masks, mask_b, mask_s = by_row(mask, batch, rows, scores)
     inner = min(power_of_two(block_size), 128)
     tile = max(1, 1024 // inner)
     infinite_fill = fill is None or fill == float("-inf")

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_columns import column_position
-from .triton_expand import row_bound
+from .triton_expand import within
 from .triton_finish import hidden_positions
 from .triton_tools import at_most, bound, by_row, power_of_two, require, result, wrap_triton
 from .triton_topk import MAX_TOPK, SCORES
@@ -49,7 +49,9 @@ def remap_kernel(
     row_id = tl.program_id(0)
     batch, row = (row_id // rows).to(tl.int64), (row_id % rows).to(tl.int64)
     total = tl.cast(positions, tl.int64)
-    low = row_bound(starts, batch, row, starts_b, starts_s, total, HAS_START, total * 0)
+    low = total * 0
+    if HAS_START:
+        low = within(tl.load(starts + batch * starts_b + row * starts_s), total)
     slot = tl.arange(0, K)
     inside = slot < topk
     at = columns + batch * columns_b + row * columns_s + slot.to(tl.int64) * columns_k
@@ -60,7 +62,8 @@ def remap_kernel(
     column = tl.minimum(tl.maximum(column.to(tl.int64), 0), tl.maximum(width - 1, 0))
     line = blocks + batch * blocks_b + row * blocks_s
     if width > 0:
-        place = column_position(line, column, blocks_n, low, total, SPARSE_BLOCK, ANCHORED)
+        block = tl.load(line + (column // SPARSE_BLOCK).to(tl.int64) * blocks_n)
+        place = column_position(block, column, low, total, SPARSE_BLOCK, ANCHORED)
     else:
         place = column
     place = tl.minimum(tl.maximum(place, 0), total - 1)
@@ -104,8 +107,8 @@ def topk_remap(
     if isinstance(scores.numel(), int) and scores.numel() == 0:
         return scores, index
     k = power_of_two(bound(slots, MAX_TOPK), 16)
-    lines, blocks_b, blocks_s = by_row(blocks, batch, rows, index)
-    start, start_b, start_s = by_row(row_start, batch, rows, index)
+    lines, blocks_b, blocks_s = by_row(blocks, batch, rows, columns)
+    start, start_b, start_s = by_row(row_start, batch, rows, columns)
     infinite = fill is None or fill == float("-inf")
     wrap_triton(remap_kernel)[(batch * rows,)](
         values,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_expand import row_bound
+from .triton_expand import within
 from .triton_tools import (
     candidate,
     candidate_column,
@@ -29,17 +29,18 @@ from .triton_tools import (
 )
 
 
+@triton.constexpr_function
+def _nothing(stored):
+    """What stands for columns that are not read: a score of -inf, and no column."""
+    return -36028792723996673 if stored else float("-inf")
+
+
 @triton.jit
-def _load(source, base, place, stop, stride, STORED: tl.constexpr):
-    """Scores fp32 and columns ``base + place``; from ``stop`` on, -inf."""
-    column = base + place.to(tl.int32)
-    inside = column < stop
-    # 64-bit offsets all along: a thread's columns then share one address and constant offsets.
-    at = source + tl.cast(base, tl.int64) * stride + place * stride
+def _scored(loaded, column, STORED: tl.constexpr):
+    """Scores fp32 and columns of what was read."""
     if STORED:
-        stored = tl.load(at, mask=inside, other=-36028792723996673)
-        return candidate_score(stored), candidate_column(stored)
-    return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32), column
+        return candidate_score(loaded), candidate_column(loaded)
+    return loaded.to(tl.float32), column
 
 
 @triton.jit
@@ -70,83 +71,6 @@ def _reach(score, column, bar, tie, stop, KEEP_ALL: tl.constexpr, STORED: tl.con
     if KEEP_ALL:
         hit = hit & (column >= 0 if STORED else column < stop)
     return hit
-
-
-@triton.jit
-def _count(
-    score,
-    column,
-    source,
-    first,
-    stop,
-    stride,
-    bar,
-    tie,
-    topk,
-    SINGLE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STORED: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
-):
-    """How many of a row's columns reach the bar; a row that is not SINGLE is read once more."""
-    if SINGLE:
-        found = _reach(score, column, bar, tie, stop, KEEP_ALL, STORED).to(tl.int32)
-    else:
-        place = _places(topk, DEPTH, GROUPS)
-        found = tl.zeros([GROUPS, DEPTH], tl.int32)
-        for base in range(first, stop, DEPTH * GROUPS):
-            some, where = _load(source, base, place, stop, stride, STORED)
-            found += _reach(some, where, bar, tie, stop, KEEP_ALL, STORED).to(tl.int32)
-    return tl.sum(tl.sum(found, 1), 0)
-
-
-@triton.jit
-def _raise_bar(
-    score,
-    column,
-    source,
-    first,
-    stop,
-    stride,
-    bar,
-    count,
-    topk,
-    ROOM: tl.constexpr,
-    SINGLE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STORED: tl.constexpr,
-    KEEP_ALL: tl.constexpr,
-):
-    """A bar [key] and tie that between ``topk`` and ``ROOM`` columns reach."""
-    everyone = tl.cast(2147483647, tl.int32)
-    above = tl.cast(0x7FC00001, tl.int32)
-    while (count > ROOM) & (above - 1 > bar):
-        half = middle(bar, above)
-        found = _count(
-            score, column, source, first, stop, stride, half, everyone, topk, SINGLE, DEPTH,
-            GROUPS, STORED, KEEP_ALL,
-        )  # fmt: skip
-        if found >= topk:
-            bar = half
-            count = found
-        else:
-            above = half
-    tie = everyone
-    if count > ROOM:
-        low = tl.cast(0, tl.int32)
-        while tie - low > 1:
-            half = middle(low, tie)
-            found = _count(
-                score, column, source, first, stop, stride, bar, half, topk, SINGLE, DEPTH,
-                GROUPS, STORED, KEEP_ALL,
-            )  # fmt: skip
-            if found >= topk:
-                tie = half
-            else:
-                low = half
-    return bar, tie
 
 
 @triton.jit
@@ -206,8 +130,12 @@ def _append_row(
     """Writes all of a row that reaches the bar, read once more; returns how many do."""
     place = _places(topk, DEPTH, GROUPS)
     total = tl.cast(0, tl.int32)
+    # 64-bit offsets, here as below: a thread's columns then share one address and constant offsets.
     for base in range(first, stop, DEPTH * GROUPS):
-        score, column = _load(source, base, place, stop, stride, STORED)
+        column = base + place.to(tl.int32)
+        address = source + tl.cast(base, tl.int64) * stride + place * stride
+        loaded = tl.load(address, mask=column < stop, other=_nothing(STORED))
+        score, column = _scored(loaded, column, STORED)
         if EXACT:
             hit = _reach(score, column, bar, tie, stop, KEEP_ALL, STORED)
         else:
@@ -247,6 +175,8 @@ def select(
 ):
     """Survivors of one part of one row a program; see the module.
 
+    Scores are read here, not by functions that are given ``source``: see ``row_bound``.
+
     Args:
         source: scores [B, S, width], or the STORED survivors of earlier parts.
         starts, ends: only [start, end) is looked at, as far as given.
@@ -267,7 +197,7 @@ def select(
         stop = tl.minimum(tl.maximum(end, first), stop).to(tl.int32)
     if HAS_START:
         whole = tl.cast(width, tl.int64)
-        low = row_bound(starts, batch, row, starts_b, starts_s, whole, True, whole)
+        low = within(tl.load(starts + batch * starts_b + row * starts_s), whole)
         first = tl.minimum(tl.maximum(low, first), stop).to(tl.int32)
     line = source + batch * source_b + row * source_s
     ROOM: tl.constexpr = 2**LOG_ROOM
@@ -281,14 +211,20 @@ def select(
         at = maxima + row_id.to(tl.int64) * maxima_count + group
         best = tl.load(at, mask=group < maxima_count, other=float("-inf"))
     elif SINGLE:
-        score, column = _load(line, first, place, stop, source_w, STORED)
+        column = first + place.to(tl.int32)
+        address = line + tl.cast(first, tl.int64) * source_w + place * source_w
+        loaded = tl.load(address, mask=column < stop, other=_nothing(STORED))
+        score, column = _scored(loaded, column, STORED)
         best = tl.max(score, 1)
     else:
         score = tl.full([GROUPS, 1], float("-inf"), tl.float32)
         column = tl.zeros([GROUPS, 1], tl.int32)
         most = tl.full([GROUPS, DEPTH], float("-inf"), tl.float32)
         for base in range(first, stop, DEPTH * GROUPS):
-            some, where = _load(line, base, place, stop, source_w, STORED)
+            where = base + place.to(tl.int32)
+            address = line + tl.cast(base, tl.int64) * source_w + place * source_w
+            loaded = tl.load(address, mask=where < stop, other=_nothing(STORED))
+            some, where = _scored(loaded, where, STORED)
             most = tl.maximum(most, some)
         best = tl.max(most, 1)
     bar = _group_bar(best, topk, -2139095041 if KEEP_ALL else -2139095040)
@@ -303,10 +239,46 @@ def select(
             GROUPS, STORED, KEEP_ALL,
         )  # fmt: skip
     if total > ROOM:
-        bar, tie = _raise_bar(
-            score, column, line, first, stop, source_w, bar, total, topk, ROOM, SINGLE, DEPTH,
-            GROUPS, STORED, KEEP_ALL,
-        )  # fmt: skip
+        # First the bar is raised, then its equals are cut by column.
+        count = total
+        above = tl.cast(0x7FC00001, tl.int32)
+        while (count > ROOM) & (above - 1 > bar):
+            half = middle(bar, above)
+            if SINGLE:
+                hits = _reach(score, column, half, everyone, stop, KEEP_ALL, STORED).to(tl.int32)
+            else:
+                hits = tl.zeros([GROUPS, DEPTH], tl.int32)
+                for base in range(first, stop, DEPTH * GROUPS):
+                    where = base + place.to(tl.int32)
+                    address = line + tl.cast(base, tl.int64) * source_w + place * source_w
+                    loaded = tl.load(address, mask=where < stop, other=_nothing(STORED))
+                    some, where = _scored(loaded, where, STORED)
+                    hits += _reach(some, where, half, everyone, stop, KEEP_ALL, STORED).to(tl.int32)
+            found = tl.sum(tl.sum(hits, 1), 0)
+            if found >= topk:
+                bar = half
+                count = found
+            else:
+                above = half
+        tie = everyone
+        if count > ROOM:
+            below = nothing
+            while tie - below > 1:
+                half = middle(below, tie)
+                if SINGLE:
+                    hits = _reach(score, column, bar, half, stop, KEEP_ALL, STORED).to(tl.int32)
+                else:
+                    hits = tl.zeros([GROUPS, DEPTH], tl.int32)
+                    for base in range(first, stop, DEPTH * GROUPS):
+                        where = base + place.to(tl.int32)
+                        address = line + tl.cast(base, tl.int64) * source_w + place * source_w
+                        loaded = tl.load(address, mask=where < stop, other=_nothing(STORED))
+                        some, where = _scored(loaded, where, STORED)
+                        hits += _reach(some, where, bar, half, stop, KEEP_ALL, STORED).to(tl.int32)
+                if tl.sum(tl.sum(hits, 1), 0) >= topk:
+                    tie = half
+                else:
+                    below = half
         if SINGLE:
             exact = _reach(score, column, bar, tie, stop, KEEP_ALL, STORED)
             total = _append(exact, score, column, own, nothing, 0)

@@ -154,7 +154,7 @@ def sparse_mqa_logits(
         key_scales,
         masks.view(torch.int8) if mask is not None else masks,
         biases,
-        out if maxima is None else maxima,
+        q if maxima is None else maxima,
         out,
         rows,
         heads,

@@ -105,7 +105,11 @@ def capability(index: int | None) -> tuple[int, int]:
 
 
 def by_row(tensor: Tensor | None, batch: Size, rows: Size, stand_in: Tensor) -> tuple[Any, ...]:
-    """Pointer and row strides of an argument [B|1, S|1, ...]; ``stand_in`` where there is none."""
+    """Pointer and row strides of an argument [B|1, S|1, ...]; ``stand_in`` where there is none.
+
+    The stand-in is a tensor that the kernel does not write to: compilers copy what is both read and
+    written.
+    """
     if tensor is None:
         return stand_in, 0, 0
     wide = tensor.expand(batch, rows, *tensor.shape[2:])

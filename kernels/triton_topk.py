@@ -131,8 +131,8 @@ def select_rows(
         starts, ends, split = None, None, Split(1, split.parts * room)
     _launch_select(source, starts, ends, survivors, topk, split, stored, keep_all, warps, maxima)
     to = mapping or Mapping(0)
-    lines, blocks_b, blocks_s = by_row(to.blocks, batch, rows, index)
-    start, start_b, start_s = by_row(to.row_start, batch, rows, index)
+    lines, blocks_b, blocks_s = by_row(to.blocks, batch, rows, scores)
+    start, start_b, start_s = by_row(to.row_start, batch, rows, scores)
     infinite = to.fill is None or to.fill == float("-inf")
     if finish_warps is None:
         finish_warps = max(1, room // 1024)
@@ -186,8 +186,8 @@ def _launch_select(
 ) -> None:
     batch, rows, width = source.shape
     room = int(survivors.shape[2])
-    start, start_b, start_s = by_row(starts, batch, rows, survivors)
-    end, end_b, end_s = by_row(ends, batch, rows, survivors)
+    start, start_b, start_s = by_row(starts, batch, rows, source)
+    end, end_b, end_s = by_row(ends, batch, rows, source)
     groups = max(room, min(1024, power_of_two(bound(split.width, _IN_REGISTERS), 16)))
     largest = max(_IN_REGISTERS, groups)
     single = maxima is None and known_at_most(split.width, largest)
@@ -204,7 +204,7 @@ def _launch_select(
         source,
         start,
         end,
-        survivors if maxima is None else maxima,
+        source if maxima is None else maxima,
         survivors,
         rows,
         topk,

@@ -53,6 +53,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
         "-DCMAKE_BUILD_TYPE=Debug",
     )
+    if made.returncode != 0 and "CUDA cannot be found" in made.stdout + made.stderr:
+        pytest.skip("CMake takes this CUDA build of PyTorch only where the CUDA toolkit is")
     assert made.returncode == 0, made.stdout + made.stderr
     made = run(cmake, "--build", str(build))
     assert made.returncode == 0, made.stdout + made.stderr

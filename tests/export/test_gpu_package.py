@@ -31,6 +31,21 @@ def gpu_model() -> TwoLevel:
     return TwoLevel().eval().cuda()
 
 
+def test_pytorch_alone_runs_a_package_of_its_own(tmp_path: Path) -> None:
+    """Where this fails, so must what follows: no kernel of ours is in the package."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (x + x,)
+
+    args, file = (torch.randn(3, 16, device="cuda"),), tmp_path / "doubled.pt2"
+    program = torch.export.export(Doubled(), args)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+    torch.save([(args, Doubled()(*args))], tmp_path / "cases.pt")
+    done = python(PLAIN, str(file), str(tmp_path / "cases.pt"))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_pytorch_alone_runs_a_package_with_triton_kernels(
     gpu_model: TwoLevel, dynamic: bool, tmp_path: Path

@@ -1,0 +1,48 @@
+"""Compilers see exactly what each kernel writes to.
+
+What they take for written to without reason, and what a launch both reads and writes, they copy; a
+broadcast argument would even come back changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WRITTEN = {
+    "block_max_kernel": {"out"},
+    "columns_kernel": {"out"},
+    "dense_scores": {"out"},
+    "expand_kernel": {"flags", "blocks", "end"},
+    "finish": {"survivors", "values", "index"},
+    "flags_kernel": {"words"},
+    "remap_kernel": {"out", "index", "scratch"},
+    "select": {"survivors"},
+}
+# Each with and without bounds, split rows, kept maxima, and columns that become positions.
+CALLS = "sparse-bfloat16 sparse-float16-options dense-bfloat16 topk-split topk choice-sparse "
+CALLS += "choice-dense remap expand bounds"
+
+
+def test_only_results_are_written_to() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = Path(__file__).with_name("find_writes.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(program), *CALLS.split()],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {launch["kernel"] for launch in launches} == {*WRITTEN, "sparse_kernel"}
+    for launch in launches:
+        assert launch["read_too"] == [], launch
+        if launch["kernel"] == "sparse_kernel":
+            assert set(launch["written"]) in ({"out"}, {"out", "maxima"}), launch
+        else:
+            assert set(launch["written"]) == WRITTEN[launch["kernel"]], launch
