@@ -54,7 +54,8 @@ class Config:
         require_match: ``True`` demands at least one matched indexer, a number demands that many;
             ``False`` only warns when nothing matched.
         dynamic: whether sizes stay symbolic. ``None`` lets PyTorch decide size by size.
-        probe_memory_bytes: most memory that one proof's probe may take.
+        probe_memory_bytes: most memory that one proof's probe may take. Static sizes that need
+            more are proven on smaller ones that stand for them, where there are such.
         probe_seed: seed of the probes.
         probe_draws: number of random probes that a proposal must pass.
         chunk_bytes: what one CPU kernel may hold beyond its inputs and results while the model

@@ -41,18 +41,20 @@ class Angles:
         """
         if self.part is not None:
             x = apply(aten.select.int, apply(aten.view_as_real.default, x), -1, self.part)
+        missing = 2 - len(self.lead) if self.lead in ((), ("s",)) else 0
+        # Leading dims of one stand for what is missing.
+        kept = next(n for n in range(missing + 1) if n == missing or n not in self.drop)
         for dim in self.drop:
-            x = apply(aten.squeeze.dim, x, dim)
+            if dim >= kept:
+                x = apply(aten.squeeze.dim, x, dim)
         if self.lead == ("bs",):
             x = apply(aten.reshape.default, x, [*sizes, width])
         elif self.lead == ("s", "b"):
             x = apply(aten.permute.default, x, [1, 0, 2])
         elif self.lead == ("b",):
             x = apply(aten.unsqueeze.default, x, 1)
-        elif self.lead == ("s",):
+        for _ in range(missing - kept):
             x = apply(aten.unsqueeze.default, x, 0)
-        elif not self.lead:
-            x = apply(aten.unsqueeze.default, apply(aten.unsqueeze.default, x, 0), 0)
         if self.cut == "half":
             x = apply(aten.slice.Tensor, x, -1, 0, width // 2)
         elif self.cut == "even":
@@ -72,6 +74,8 @@ def leads(shape: Sequence[int], batch: int, rows: int) -> Iterator[tuple[tuple[i
         ((rows, batch), ("s", "b")),
     )
     for sizes, lead in more:
-        known.setdefault(sizes, []).append(lead)
+        # With a batch or a row alone the two above are all that there is.
+        if 1 not in (batch, rows) or lead == ("b",):
+            known.setdefault(sizes, []).append(lead)
     for lead in known.get(rest, []):
         yield ones, lead

@@ -48,7 +48,8 @@ class Labels:
             self.of[node] = [self.fresh(s) for s in self.binding.shape(node)]
         return self.of[node]
 
-    def _root(self, atom: int) -> int:
+    def root(self, atom: int) -> int:
+        """The atom that stands for all that were identified with one."""
         while self.parent[atom] != atom:
             atom = self.parent[atom]
         return atom
@@ -57,7 +58,7 @@ class Labels:
         """The axis in atoms that are not split further."""
         out: Axis = []
         for atom in axis:
-            root = self._root(atom)
+            root = self.root(atom)
             out += self.resolve(self.children[root]) if root in self.children else [root]
         return out
 
@@ -190,8 +191,8 @@ class Labels:
         if name == "repeat":
             counts = _ints(args[1])
             axes = [[] for _ in range(len(counts) - rank)] + axes
-            extents = [self.binding.extent(c if isinstance(c, int) else value(c)) for c in counts]
-            return [[*self.fresh(n), *a] for n, a in zip(extents, axes, strict=True)]
+            sizes = zip(axes, self.binding.shape(node), strict=True)
+            return [[*self.fresh(size // self.extent(a)), *a] for a, size in sizes]
         if name == "repeat_interleave":
             dim = args[2] if len(args) > 2 else node.kwargs.get("dim")
             if str(node.target) != "aten.repeat_interleave.self_int" or not isinstance(dim, int):

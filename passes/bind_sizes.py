@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from dsa_compile.passes.graph_tools import value
 
@@ -32,6 +33,7 @@ _POSITIONS = (
     257,
     384,
     512,
+    577,
     1031,
     2056,
     4104,
@@ -49,12 +51,13 @@ _OTHERS = (
 
 def _expressions(values: Iterable[Any]) -> frozenset[Any]:
     """The expressions of all symbolic sizes among recorded values."""
-    found = set()
+    # Tensors share the objects that stand for their sizes, whose expressions are slow to read.
+    found: dict[int, Any] = {}
     for item in values:
         for size in item.shape if isinstance(item, torch.Tensor) else (item,):
             if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                found.add(size.node.expr)
-    return frozenset(found)
+                found.setdefault(id(size.node), size.node)
+    return frozenset(node.expr for node in found.values())
 
 
 def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
@@ -97,6 +100,38 @@ class Binding:
         """Concrete shape of a tensor node."""
         return tuple(self.extent(s) for s in value(node).shape)
 
+    def selected(self, root: fx.Node) -> tuple[tuple[int, ...], int]:
+        """Concrete shape of what a selection gives, and how many elements it selects from."""
+        held = value(root)
+        first = held[1] if isinstance(held, (tuple, list)) else held
+        source = root.args[0]
+        assert isinstance(source, fx.Node)
+        return tuple(self.extent(s) for s in first.shape), self.shape(source)[-1]
+
+    # What a binding of restated sizes says otherwise.
+
+    def cover(
+        self, targets: Iterable[fx.Node], given: Iterable[fx.Node], call: fx.Node | None = None
+    ) -> None:
+        """Learn the sizes of all that is run for some targets, before any value is drawn.
+
+        Args:
+            targets: what will be run.
+            given: nodes whose values will be given.
+            call: canonical scorer whose arguments are among the targets.
+        """
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments that a call has under this binding, nodes among them."""
+        return node.args, dict(node.kwargs)
+
+    def constant(self, node: fx.Node, held: torch.Tensor) -> torch.Tensor:
+        """What a constant of the model holds under this binding."""
+        return held
+
+    def check(self, node: fx.Node, found: Any) -> None:
+        """Refuse the result of a node that does not have the shape of this binding."""
+
 
 def _holds(guard: Any, binding: Binding) -> bool:
     try:
@@ -110,16 +145,25 @@ class SizeBinder:
 
     def __init__(self) -> None:
         self._guards: dict[frozenset[sympy.Symbol], list[Any]] = {}
+        self._lengths: dict[Any, int] = {}
         self._found: dict[Any, list[Binding]] = {}
+        self._broken: dict[frozenset[sympy.Symbol], dict[Any, Any]] = {}
 
     def bindings(
-        self, nodes: Iterable[fx.Node], score: fx.Node, *, at_least: int = 0, count: int = 2
+        self,
+        nodes: Iterable[fx.Node],
+        score: fx.Node,
+        *,
+        positions: Any = None,
+        at_least: int = 0,
+        count: int = 2,
     ) -> list[Binding]:
         """Distinct small bindings under which every recorded size is whole and every guard holds.
 
         Args:
             nodes: nodes whose sizes must come out whole.
             score: the scores that a selection reads; symbols of its last dim are key positions.
+            positions: number of keys, where ``score`` is another tensor whose last dim is not that.
             at_least: smallest number of positions wanted (a few candidate blocks).
             count: number of bindings wanted.
 
@@ -132,8 +176,9 @@ class SizeBinder:
         if not sizes:
             return [Binding({})]
         free = {symbol for expr in sizes for symbol in expr.free_symbols}
-        position = symbols_of([value(score).shape[-1]])
-        lead = symbols_of(list(value(score).shape[:-1]))
+        shape = value(score).shape
+        position = symbols_of([shape[-1] if positions is None else positions])
+        lead = symbols_of(list(shape[:-1]))
         position = position - lead or position
         key = (sizes, frozenset(position), at_least, count)
         if key in self._found:
@@ -144,17 +189,28 @@ class SizeBinder:
             if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")
         )
         guards = self._relevant(env, free)
+        known = self._broken.setdefault(frozenset(free), {})
         found: list[Binding] = []
-        for group in _assignments(sorted(free, key=str), position, env, guards, at_least):
+        ordered = sorted(free, key=str)
+        for group, box in _assignments(ordered, position, env, guards, at_least):
+            broken: set[Any] = set()
             for numbers in group:
                 if found and any(
                     numbers[s] == found[0].numbers[s] for s in free if not _fixed(env, s)
                 ):
                     continue
                 made = Binding(numbers)
-                if all(_holds(g, made) for g in guards) and _whole(made, sizes):
+                numbered = tuple(numbers[s] for s in ordered)
+                if numbered not in known:
+                    known[numbered] = next((g for g in guards if not _holds(g, made)), None)
+                guard = known[numbered]
+                if guard is None and _whole(made, sizes):
                     found.append(made)
                     break
+                if guard is not None and guard not in broken:
+                    broken.add(guard)
+                    if _never(guard, box):
+                        break
             if len(found) == count:
                 break
         self._found[key] = found
@@ -165,8 +221,23 @@ class SizeBinder:
         if key not in self._guards:
             exprs = {g.expr for g in env.guards} if env is not None else set()
             chosen = [g for g in exprs if g.free_symbols and g.free_symbols <= free]
-            self._guards[key] = sorted(chosen, key=lambda g: len(str(g)))
+            self._guards[key] = sorted(chosen, key=lambda g: _length(g, self._lengths))
         return self._guards[key]
+
+
+def _length(expr: Any, known: dict[Any, int]) -> int:
+    """Number of terms of an expression: short guards are tried first. ``known`` is added to."""
+    if expr not in known:
+        known[expr] = 1 + sum(_length(a, known) for a in expr.args)
+    return known[expr]
+
+
+def _never(guard: Any, box: dict[sympy.Symbol, ValueRanges[Any]]) -> bool:
+    """Whether a guard holds nowhere within ranges of its symbols."""
+    try:
+        return bool(bound_sympy(guard, box).upper == sympy.false)
+    except Exception:  # noqa: BLE001 - what cannot be bounded is tried out
+        return False
 
 
 def _fixed(env: Any, symbol: sympy.Symbol) -> bool:
@@ -190,8 +261,8 @@ def _assignments(
     env: Any,
     guards: list[Any],
     at_least: int,
-) -> Iterator[Iterator[dict[sympy.Symbol, int]]]:
-    """Numbers to try: one group a position size, of which one at the most is taken."""
+) -> Iterator[tuple[Iterator[dict[sympy.Symbol, int]], dict[sympy.Symbol, ValueRanges[Any]]]]:
+    """Numbers to try: one group a position size, of which one at the most is taken, and its box."""
     ranges = getattr(env, "var_to_range", None) or {}
     rows = [s for s in ordered if s not in position]
     sizes = [p for p in _POSITIONS if p >= at_least] or [at_least + 3]
@@ -200,19 +271,28 @@ def _assignments(
     products = {a * b for a in numbers for b in numbers if a * b <= _LARGEST}
     sizes += sorted(n + 1 for n in numbers | products if n >= sizes[-1])
 
+    positions = sorted(position, key=str)
+
+    def clamped(symbol: sympy.Symbol, number: int) -> int:
+        if symbol in ranges:
+            low, high = ranges[symbol].lower, ranges[symbol].upper
+            number = max(number, int(low)) if low.is_Integer else number
+            number = min(number, int(high)) if high.is_Integer else number
+        return number
+
+    def numbered(others: Sequence[int], size: int) -> dict[sympy.Symbol, int]:
+        numbers = {s: size + 2 * i for i, s in enumerate(positions)}
+        for i, symbol in enumerate(rows):
+            numbers[symbol] = others[i % len(others)] + 12 * (i // len(others))
+        return {s: clamped(s, n) for s, n in numbers.items()}
+
     def group(turn: int, size: int) -> Iterator[dict[sympy.Symbol, int]]:
         for at, shift in itertools.product(range(len(_OTHERS)), range(_SHIFTS)):
-            others = _OTHERS[(turn + at) % len(_OTHERS)]
-            numbers = {s: size + shift + 2 * i for i, s in enumerate(sorted(position, key=str))}
-            for i, symbol in enumerate(rows):
-                numbers[symbol] = others[i % len(others)] + 12 * (i // len(others))
-            for symbol in ordered:
-                if symbol in ranges:
-                    low, high = ranges[symbol].lower, ranges[symbol].upper
-                    if low.is_Integer:
-                        numbers[symbol] = max(numbers[symbol], int(low))
-                    if high.is_Integer:
-                        numbers[symbol] = min(numbers[symbol], int(high))
-            yield numbers
+            yield numbered(_OTHERS[(turn + at) % len(_OTHERS)], size + shift)
 
-    return (group(turn, size) for turn, size in enumerate(sizes))
+    def box(size: int) -> dict[sympy.Symbol, ValueRanges[Any]]:
+        least = numbered([min(n) for n in zip(*_OTHERS, strict=True)], size)
+        most = numbered([max(n) for n in zip(*_OTHERS, strict=True)], size + _SHIFTS - 1)
+        return {s: ValueRanges(n, most[s]) for s, n in least.items()}
+
+    return ((group(turn, size), box(size)) for turn, size in enumerate(sizes))

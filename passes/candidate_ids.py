@@ -60,8 +60,10 @@ class Candidates:
 
     def origin_note(self) -> tuple[str, ...]:
         """Says so where the ids were published in another graph."""
+        if self.root is not None:
+            return ()
         given = [n for n in ancestors([self.ids]) if n.op == "placeholder" and is_tensor(n)]
-        if self.root is not None or not given:
+        if not given:
             return ()
         names = ", ".join(sorted(n.name for n in given))
         return (f"the candidates come into the graph as an input ({names}), and are proven on it",)

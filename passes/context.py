@@ -9,6 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from dsa_compile.passes.adapter import Adapter
+from dsa_compile.passes.bind_sizes import SizeBinder
 from dsa_compile.passes.emit_nodes import Emission
 from dsa_compile.passes.sites import Site, SitePair
 
@@ -19,7 +20,7 @@ class MatchOptions:
 
     Attributes:
         probe_memory_bytes: most memory that one probe's tensors may take together; a site whose
-            static sizes need more is kept, with that reason.
+            static sizes need more, and which no smaller ones stand for, is kept, with that reason.
         seed: seed of the probes' random numbers.
         draws: number of random probes that a proposal must pass.
     """
@@ -53,6 +54,7 @@ class PassContext:
     provider: str = "cpu"
     recorder: Recorder = field(default_factory=Recorder)
     emission: Emission = field(default_factory=Emission)
+    binder: SizeBinder = field(default_factory=SizeBinder)
     crossover: Crossover | None = None
     uncapturable: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, Adapter] = field(default_factory=dict)

@@ -22,6 +22,7 @@ class Emission:
     def __init__(self) -> None:
         self.added: list[fx.Node] = []
         self._known: dict[Hashable, Any] = {}
+        self._tokens: dict[int, tuple[torch.Tensor, Hashable]] = {}
         self._modes: dict[fx.Graph, Any] = {}
 
     def erase_since(self, count: int) -> None:
@@ -35,7 +36,7 @@ class Emission:
         if target is operator.getitem:
             return value(args[0])[args[1]]
         plain_args, plain_kwargs = fx.map_arg((args, kwargs), value)
-        key = (target, _token(plain_args), _token(plain_kwargs))
+        key = (target, self._token(plain_args), self._token(plain_kwargs))
         if key not in self._known:
             mode = self._mode(graph)
             if mode is None:
@@ -52,20 +53,22 @@ class Emission:
             self._modes[graph] = next(fakes, None)
         return self._modes[graph]
 
-
-def _token(held: Any) -> Hashable:
-    """A key that arguments share when an op on them gives the same shapes, strides and dtypes."""
-    if isinstance(held, torch.Tensor):
-        sizes = tuple(_token(s) for s in (*held.shape, *held.stride()))
-        return ("tensor", held.dtype, held.device, sizes)
-    if isinstance(held, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return ("size", held.node.expr)
-    if isinstance(held, (list, tuple)):
-        return tuple(_token(h) for h in held)
-    if isinstance(held, dict):
-        return tuple((k, _token(v)) for k, v in held.items())
-    # 2, 2.0 and True are equal keys, and different arguments.
-    return (type(held).__name__, repr(held))
+    def _token(self, held: Any) -> Hashable:
+        """A key that arguments share when an op on them gives equal shapes, strides and dtypes."""
+        if isinstance(held, torch.Tensor):
+            # Sizes of fake tensors are slow to read; holding a tensor keeps its identity its own.
+            if id(held) not in self._tokens:
+                sizes = tuple(self._token(s) for s in (*held.shape, *held.stride()))
+                self._tokens[id(held)] = held, ("tensor", held.dtype, held.device, sizes)
+            return self._tokens[id(held)][1]
+        if isinstance(held, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return ("size", held.node.expr)
+        if isinstance(held, (list, tuple)):
+            return tuple(self._token(h) for h in held)
+        if isinstance(held, dict):
+            return tuple((k, self._token(v)) for k, v in held.items())
+        # 2, 2.0 and True are equal keys, and different arguments.
+        return (type(held).__name__, repr(held))
 
 
 class Emitter:

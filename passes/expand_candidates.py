@@ -12,11 +12,21 @@ from dsa_compile.passes.axis_labels import Axes, LabelError, Labels
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.emit_nodes import Emitter
+from dsa_compile.passes.follow_axes import AxisFollower
 from dsa_compile.passes.gather_columns import ColumnGatherer, Frame
 from dsa_compile.passes.graph_tools import ancestors, erase_unused, is_tensor
 from dsa_compile.passes.mask_terms import mask_leaf
-from dsa_compile.passes.run_probe import Draw, ProbeError, draw_masks, evaluate, mask_leaves, needed
+from dsa_compile.passes.run_probe import (
+    Draw,
+    ProbeError,
+    draw_masks,
+    evaluate,
+    mask_leaves,
+    memory,
+    needed,
+)
 from dsa_compile.passes.score_trace import Refusal
+from dsa_compile.passes.shrink_sizes import SLOW, Shrinker
 
 _SELECT = "dsa.indexer_select.default"
 
@@ -36,9 +46,8 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     calls = [
         n for n in graph.nodes if str(n.target) == _SELECT and n.kwargs.get("block_ids") is not None
     ]
-    binder = SizeBinder()
     for call in calls:
-        _expand(Emitter(graph, call, context.emission), call, binder)
+        _expand(Emitter(graph, call, context.emission), call, context.binder)
     erase_unused(graph, calls)
     return PassResult(graph_module, bool(calls))
 
@@ -136,10 +145,16 @@ def _at_columns(emit: Emitter, mask: fx.Node, columns: fx.Node, binder: SizeBind
 
 def _agrees(mask: fx.Node, found: fx.Node, columns: fx.Node, binding: Binding) -> bool:
     """Whether the re-evaluated mask is the mask gathered at drawn columns."""
+    leaves = [n for n in mask_leaves([mask]) if n is not columns]
+    given = [*leaves, columns]
+    if memory(needed([mask, found], given), binding) > SLOW:
+        try:
+            binding = _smaller(mask, found, given, binding)
+        except ProbeError:
+            return False
     total = binding.shape(mask)[-1]
     draw = Draw(torch.Generator().manual_seed(5), total)
     shape = binding.shape(columns)
-    leaves = [n for n in mask_leaves([mask]) if n is not columns]
     for limit in (total, 2, 0):
         draw.positions = limit
         at = torch.randint(0, total, shape, generator=draw.generator)
@@ -154,6 +169,18 @@ def _agrees(mask: fx.Node, found: fx.Node, columns: fx.Node, binding: Binding) -
             torch.equal(whole, got) if whole.dtype == torch.bool else torch.allclose(whole, got)
         )
     return False
+
+
+def _smaller(mask: fx.Node, found: fx.Node, given: list[fx.Node], binding: Binding) -> Binding:
+    """Smaller sizes for both forms of a mask that stand for the captured ones.
+
+    Raises:
+        ProbeError: there are none.
+    """
+    follower = AxisFollower(Labels(binding))
+    follower.cover([mask], given)
+    batch, rows, positions = follower.labels.axes(mask)
+    return Shrinker(follower, (positions, rows, batch), [mask, found], given, SLOW).members(1)[0]
 
 
 def _gathered(emit: Emitter, mask: fx.Node, columns: fx.Node) -> fx.Node:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -20,8 +19,25 @@ CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 CONTRACTIONS = frozenset(
     {"mm", "bmm", "matmul", "einsum", "linear", "mv", "dot", "addmm", "baddbmm"}
 )
+
+
+class _Named(NamedTuple):
+    """A target and its names; holding it keeps its identity its own."""
+
+    target: Any
+    name: str
+    full: str
+    space: str
+
+
+_NAMES: dict[int, _Named] = {}
+"""Names by identity: torch hashes and prints an op, and looks its namespace up, in Python."""
 _OPERATORS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 SELECTIONS = frozenset({"topk", "sort", "argsort"})
+FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+"""Calls an op that writes to its arguments, on copies of them, and gives the copies."""
+_FUNCTIONAL = (torch.ops.higher_order.auto_functionalized, FUNCTIONALIZED)
 HELD = "dsa_held"
 """Key of ``meta``: how many parts of a pass still need a node that nobody reads."""
 HEAVY = CONTRACTIONS | frozenset(
@@ -31,7 +47,6 @@ HEAVY = CONTRACTIONS | frozenset(
 )
 
 
-@cache
 def _target_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = target.__name__.partition(".")[0]
@@ -43,15 +58,34 @@ def _target_name(target: Any) -> str:
 
 def op_name(node: object) -> str:
     """The op of a node without namespace and overload (``"topk"``), ``""`` for other nodes."""
-    if isinstance(node, fx.Node) and node.op == "call_function":
-        return _target_name(node.target)
-    return ""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ""
+    return (_NAMES.get(id(node.target)) or _named(node.target)).name
+
+
+def _named(target: Any) -> _Named:
+    space = target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+    named = _Named(target, _target_name(target), str(target), space)
+    return _NAMES.setdefault(id(target), named)
+
+
+def full_name(node: fx.Node) -> str:
+    """The target of a node as it prints (``"aten.topk.default"``)."""
+    if node.op != "call_function":
+        return str(node.target)
+    return (_NAMES.get(id(node.target)) or _named(node.target)).full
 
 
 def namespace(node: fx.Node) -> str:
     """The namespace of a node's op (``"aten"``), ``""`` where it has none."""
-    target = node.target
-    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+    if node.op != "call_function":
+        return ""
+    return (_NAMES.get(id(node.target)) or _named(node.target)).space
+
+
+def called_op(node: fx.Node) -> Any:
+    """The op that a node calls, also where PyTorch's functional form of an op that writes does."""
+    return node.args[0] if node.target in _FUNCTIONAL else node.target
 
 
 def value(node: object) -> Any:
@@ -66,7 +100,7 @@ def is_tensor(node: object) -> bool:
 
 def is_size(node: fx.Node) -> bool:
     """Whether a node holds a symbolic number, whose value a binding of symbols gives."""
-    return isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(value(node), _SIZES)
 
 
 def same_size(a: Any, b: Any) -> bool:
@@ -118,10 +152,11 @@ def selection_root(node: fx.Node) -> fx.Node | None:
 
     An order of integers is none: it rearranges picks that are there already.
     """
-    root = node.args[0] if op_name(node) == "getitem" else node
-    if not isinstance(root, fx.Node) or op_name(root) not in SELECTIONS:
+    name = op_name(node)
+    if name not in ("getitem", "argsort"):
         return None
-    if root is node and op_name(node) != "argsort":
+    root = node.args[0] if name == "getitem" else node
+    if not isinstance(root, fx.Node) or op_name(root) not in SELECTIONS:
         return None
     return root if is_float(root.args[0]) else None
 
@@ -149,10 +184,20 @@ def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     it is pure, read or not.
     """
     stack, gone = list(nodes), set()
+    effects: dict[int, bool] = {}
+
+    def impure(node: fx.Node) -> bool:
+        # An overload has effects or has none, whatever it is given.
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return node.is_impure()
+        if id(node.target) not in effects:
+            effects[id(node.target)] = node.is_impure()
+        return effects[id(node.target)]
+
     while stack:
         node = stack.pop()
         unused = node not in gone and node.op == "call_function" and not node.users
-        if unused and not node.meta.get(HELD) and not node.is_impure():
+        if unused and not node.meta.get(HELD) and not impure(node):
             stack.extend(node.all_input_nodes)
             graph.erase_node(node)
             gone.add(node)
@@ -178,14 +223,14 @@ def signature(nodes: Iterable[fx.Node], leaf: Callable[[fx.Node], bool]) -> Hash
     for at, node in enumerate(nodes):
         place[node] = at
         held = value(node)
-        if is_size(node):
+        if isinstance(held, _SIZES):
             rows.append(("size", held.node.expr))
         elif leaf(node) and isinstance(held, torch.Tensor):
             sizes = tuple(s if isinstance(s, int) else s.node.expr for s in held.shape)
             rows.append(("leaf", held.dtype, sizes, node.target if node.op == "get_attr" else ""))
         else:
             kwargs = tuple((k, plain(v)) for k, v in node.kwargs.items())
-            rows.append((str(node.target), plain(node.args), kwargs))
+            rows.append((full_name(node), plain(node.args), kwargs))
     return tuple(rows)
 
 

@@ -58,13 +58,14 @@ def mask_leaf(node: fx.Node) -> bool:
     """
     if is_constant(node):
         return False
-    if op_name(node) in SELECTIONS and not is_float(node.args[0]):
+    name = op_name(node)
+    if name in SELECTIONS and not is_float(node.args[0]):
         return False
     if node.op != "call_function" or not is_tensor(node):
         return True
-    if selection_root(node) is not None or op_name(node) in HEAVY and is_float(node):
+    if selection_root(node) is not None or name in HEAVY and is_float(node):
         return True
-    return op_name(node) == "getitem" and op_name(node.args[0]) in HEAVY
+    return name == "getitem" and op_name(node.args[0]) in HEAVY
 
 
 def term(node: fx.Node, axes: Axes, want: bool) -> Term:

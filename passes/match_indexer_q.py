@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
-from dsa_compile.passes.bind_sizes import Binding, SizeBinder
+from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.emit_nodes import Emitter
 from dsa_compile.passes.emit_query import FusedQuery, emit_query
@@ -44,12 +45,10 @@ class _Known:
     """What the calls of one graph share.
 
     Attributes:
-        binder: remembers sizes.
         forms: of equal stretches, or why there is none.
         fused: what replaced a pair of operands.
     """
 
-    binder: SizeBinder = field(default_factory=SizeBinder)
     forms: dict[Hashable, QueryForm | Refusal] = field(default_factory=dict)
     fused: dict[tuple[fx.Node, fx.Node], FusedQuery | Refusal | None] = field(default_factory=dict)
 
@@ -94,7 +93,7 @@ def _look_at(
 ) -> FusedQuery | Refusal | None:
     count = len(context.emission.added)
     try:
-        trace = trace_query(*pair, known.binder)
+        trace = trace_query(*pair, context.binder, _positions(call))
         return None if trace is None else _match(graph, call, trace, context, known)
     except Refusal as refusal:
         context.emission.erase_since(count)
@@ -121,7 +120,7 @@ def _match(
             raise form
         return _emitted(emit, trace, form)
     try:
-        bound = _bindings(trace, context, known.binder)
+        bound = _bindings(trace, _positions(call), context)
         provers = [QueryProver(trace, b, context.options.seed + 2) for b in bound]
         form = QueryFitter(trace, provers[0].draw("ordinary numbers"), bound[0]).fit()
         fused = _emitted(emit, trace, form)
@@ -140,9 +139,14 @@ def _emitted(emit: Emitter, trace: QueryTrace, form: QueryForm) -> FusedQuery:
     return fused
 
 
-def _bindings(trace: QueryTrace, context: PassContext, binder: SizeBinder) -> list[Binding]:
+def _positions(call: fx.Node) -> Any:
+    """Number of keys of a scorer: models bound it, and angles may begin where a cache ends."""
+    return value(call.args[1]).shape[1]
+
+
+def _bindings(trace: QueryTrace, positions: Any, context: PassContext) -> list[Binding]:
     nodes = [n for n in trace.part if is_tensor(n) or isinstance(value(n), torch.SymInt)]
-    found = binder.bindings(nodes, trace.query)
+    found = context.binder.bindings(nodes, trace.query, positions=positions)
     if not found:
         raise Refusal("no small sizes satisfy the guards of the graph", 5)
     size = memory(nodes, found[0])

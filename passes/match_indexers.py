@@ -33,7 +33,7 @@ def run(graph_module: fx.GraphModule, context: PassContext) -> PassResult:
     graph = graph_module.graph
     found = selections(graph)
     scores = {s for n in found if isinstance(s := n.args[0], fx.Node)}
-    shared = Shared(scores)
+    shared = Shared(scores, context.binder)
     ranked = [n for n in found if ranked_scores(n, scores) is None]
     results: list[tuple[Site, SitePair | None]] = []
     # Later sites first: a consumer is proven on its source's own selection, before its removal.

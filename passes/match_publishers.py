@@ -85,6 +85,7 @@ class Publisher:
         end = call.kwargs.get("row_end")
         extra = [n for n in (pin, end) if isinstance(n, fx.Node)]
         leaves = mask_leaves([*extra])
+        binding.cover([self.maxima, *extra], [self.score, *(n for n in leaves if n != self.maxima)])
         for _ in range(2):
             scores = draw.normal(shape, torch.float32)
             blocks = -(-total // self.block_size)
@@ -112,7 +113,8 @@ class Publisher:
     def _pins_newest(
         self, values: dict, roles: Roles, total: int, end: object, blocks: int
     ) -> bool:
-        if len(roles.lead) != len(roles.batch) + len(roles.rows) or self.pinned is None:
+        # Leading dims of size 1 carry no axis.
+        if sum(map(bool, roles.lead)) != len(roles.batch) + len(roles.rows) or self.pinned is None:
             return False
         pin = values[self.pinned[0]]
         lead = [roles.labels.extent(a) for a in roles.lead]

@@ -44,6 +44,8 @@ def _detach_shapes(graph: fx.Graph) -> bool:
     """Take every size from the earliest tensor that has it, and every fill from sizes."""
     known: dict[Any, fx.Node] = {}
     carriers: dict[Any, tuple[fx.Node, int]] = {}
+    # Tensors share the objects that stand for their sizes, whose expressions are slow to read.
+    met: dict[int, Any] = {}
     changed = False
     for node in list(graph.nodes):
         recorded = value(node)
@@ -66,7 +68,8 @@ def _detach_shapes(graph: fx.Graph) -> bool:
             if op_name(node) in _FILLS:
                 node = _fill_by_size(graph, node, recorded, known, carriers)
             for dim, extent in enumerate(recorded.shape):
-                if isinstance(extent, torch.SymInt):
+                if isinstance(extent, torch.SymInt) and id(extent.node) not in met:
+                    met[id(extent.node)] = extent.node
                     carriers.setdefault(extent.node.expr, (node, dim))
     return changed
 

@@ -21,6 +21,7 @@ from dsa_compile.passes import (
     leave_adapters,
     match_indexer_q,
     match_indexers,
+    match_k_cache,
     match_paged_keys,
     normalize_graph,
     quantise_operands,
@@ -30,6 +31,7 @@ from dsa_compile.passes import (
 )
 from dsa_compile.passes.adapter import Adapter
 from dsa_compile.passes.context import Crossover, MatchOptions, PassContext, Recorder, StageError
+from dsa_compile.passes.graph_tools import called_op, full_name
 from dsa_compile.passes.sites import Site, SitePair
 
 STAGES = (
@@ -42,6 +44,7 @@ STAGES = (
     quantise_operands,
     expand_candidates,
     match_paged_keys,
+    match_k_cache,
     share_candidates,
     hoist_weight_casts,
     select_kernels,
@@ -76,8 +79,25 @@ class PipelineResult:
 
 def op_counts(graph_module: fx.GraphModule) -> dict[str, int]:
     """Number of calls of each op in a graph, by printed name."""
-    calls = (n for n in graph_module.graph.nodes if n.op == "call_function")
-    return dict(sorted(Counter(str(n.target) for n in calls).items()))
+    calls = ((n, called_op(n)) for n in graph_module.graph.nodes if n.op == "call_function")
+    names = (full_name(n) if op is n.target else str(op) for n, op in calls)
+    return dict(sorted(Counter(names).items()))
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy as ``copy.deepcopy`` gives it, without its search of all arguments for sizes."""
+    twin = fx.Graph(tracer_cls=graph._tracer_cls)
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = twin.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        # Each attribute that is set costs as much as making the node.
+        new.args = fx.map_arg(node.args, made.__getitem__)
+        if node.kwargs:
+            new.kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+        new.meta.update(node.meta)
+        made[node] = new
+    twin.set_codegen(copy.deepcopy(graph._codegen))
+    return twin
 
 
 def run_pipeline(
@@ -108,7 +128,7 @@ def run_pipeline(
         StageError: a pass raised, for instance on an unknown ``provider``.
     """
     # Python code of a graph is made when it is first called: engines that read the graph need none.
-    done = _LazyGraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    done = _LazyGraphModule(graph_module, _copied(graph_module.graph))
     done.meta.update(graph_module.meta)
     context = PassContext(
         options or MatchOptions(),

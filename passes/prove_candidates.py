@@ -87,6 +87,7 @@ class CandidateProver:
         self.draw = Draw(torch.Generator().manual_seed(seed), self.total)
         self.cone = ancestors([term.node], mask_leaf)
         self.leaves = mask_leaves([term.node])
+        self.binding.cover([term.node], self.leaves)
         self.eager = EagerLayout(roles.labels)
         self.counterexample: str | None = None
         literals = {a for n in self.cone for a in n.args if type(a) is int}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dsa_compile.kernels.reference import dense_scores
 from dsa_compile.passes.assign_roles import Roles
 from dsa_compile.passes.graph_tools import is_float, value
 from dsa_compile.passes.run_probe import (
@@ -53,6 +54,12 @@ class IndexerProver:
         total = roles.labels.extent(roles.positions)
         draw = Draw(torch.Generator().manual_seed(self.seed), total)
         leaves = mask_leaves([e.mask for e in self.trace.masks])
+        given = [roles.query, roles.key, roles.weights, roles.key_scale, *leaves]
+        roles.labels.binding.cover(
+            [self.trace.score, *self.call.all_input_nodes],
+            [n for n in given if n is not None],
+            self.call,
+        )
         first = self._operands(roles, draw)
         if self.call.kwargs.get("bias") is not None:
             # The scale is fitted where nothing is added to the scores.
@@ -163,7 +170,7 @@ class IndexerProver:
             self._fit(plain[seen], target[seen])
         assert self.scale is not None
         mine = self.scale * plain
-        size = _dense((args[0], args[1], args[2].abs()), _absolute(kwargs), old).abs()
+        size = _magnitude(args[0], args[1], args[2], kwargs.get("key_scale")).abs()
         size = (abs(self.scale) * size + added.abs()).masked_fill(~seen, 0)
         # Rounding of each term, and of the sums that cancel inside the product of fp32 operands.
         limit = 8 * self.epsilon * size + 1e-5 * float(size.max())
@@ -192,9 +199,12 @@ def _dense(args: Any, kwargs: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, -torch.inf).scatter(-1, places, picked.double())
 
 
-def _absolute(kwargs: Any) -> Any:
-    scale = kwargs.get("key_scale")
-    return kwargs if scale is None else {**kwargs, "key_scale": scale.abs()}
+def _magnitude(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, key_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """The scores [B, S, T] in fp64 as they would be if nothing in their sums cancelled."""
+    scale = None if key_scale is None else key_scale.abs()
+    return dense_scores(q, k, weights.abs(), 1.0, scale, None).double()
 
 
 def _visible(wrong: torch.Tensor, old: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,10 @@ import torch.fx as fx
 
 from dsa_compile.kernels.key_cache_reference import parts_of_pages
 from dsa_compile.kernels.quantise import dequantise_mxfp4
+from dsa_compile.passes.axis_labels import Axis, LabelError, Labels
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
 from dsa_compile.passes.context import MatchOptions
+from dsa_compile.passes.follow_axes import AxisFollower
 from dsa_compile.passes.graph_tools import (
     ancestors,
     dtype_of,
@@ -23,8 +26,9 @@ from dsa_compile.passes.graph_tools import (
     value,
 )
 from dsa_compile.passes.recognise_ops import attribute
-from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, needed
+from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, memory, needed
 from dsa_compile.passes.score_trace import Refusal
+from dsa_compile.passes.shrink_sizes import SLOW, Shrinker
 
 _MOST_ELEMENTS = 1 << 28
 MOST_CODES = 256
@@ -110,11 +114,36 @@ class PagesProver:
         bound = SizeBinder().bindings(nodes, pages.table, count=2)
         if not bound:
             raise Refusal("no small sizes satisfy the guards around the block table", 5)
+        size = max(memory(cone, bound[0]), 8 * math.prod(bound[0].shape(pages.cache)))
+        if size > min(SLOW, self.options.probe_memory_bytes):
+            try:
+                return self._rules_at(self._smaller(bound[0]))
+            except (Refusal, ProbeError, LabelError) as error:
+                if size > self.options.probe_memory_bytes:
+                    text = f"the cache {pages.cache.name} is too large to probe: {error}"
+                    raise error if isinstance(error, Refusal) else Refusal(text, 5) from None
+        return self._rules_at(bound)
+
+    def _smaller(self, binding: Binding) -> list[Binding]:
+        """Fewer pages and shorter lines that stand for those of the graph.
+
+        Raises:
+            ProbeError: there are none.
+        """
+        follower, given = AxisFollower(Labels(binding)), [*self.given, *self.leaves]
+        follower.cover(self.targets, given)
+        batch, positions, _ = follower.labels.axes(self.key)
+        follower.picks.append(follower.labels.axes(self.pages.cache)[0])
+        none: Axis = []
+        axes, limit = (positions, none, batch), self.options.probe_memory_bytes
+        return list(Shrinker(follower, axes, self.targets, given, limit).members())
+
+    def _rules_at(self, bound: list[Binding]) -> tuple[str, str]:
         rules: set[tuple[str, str]] = set()
         for binding in bound:
             self._check_sizes(binding)
             for _ in range(self.options.draws):
-                if not self._agrees(binding, "in range", pages):
+                if not self._agrees(binding, "in range", self.pages):
                     raise Refusal("the keys are no read of whole pages through a block table", 8)
             low = self._rule(binding, "low", ("wrap", "zero", "hide"))
             high = self._rule(binding, "high", ("clamp", "hide"))
@@ -131,9 +160,7 @@ class PagesProver:
             raise Refusal("the block table does not have the keys' batch", 5)
         if shape[1] > table[-1] * pages.page:
             raise Refusal("the keys are longer than a line of the block table", 5)
-        rows = 1
-        for extent in cache:
-            rows *= extent
+        rows = math.prod(cache)
         if rows > _MOST_ELEMENTS or rows * 8 > self.options.probe_memory_bytes:
             raise Refusal(f"the cache {pages.cache.name} is too large to probe", 5)
         width = cache[-1]
@@ -141,11 +168,7 @@ class PagesProver:
             if width != shape[2] or (rows // width) % pages.page:
                 raise Refusal("the pages of the cache do not divide it", 5)
             if pages.scales is not None:
-                scales = binding.shape(pages.scales)
-                count = 1
-                for extent in scales:
-                    count *= extent
-                if count != rows // width:
+                if math.prod(binding.shape(pages.scales)) != rows // width:
                     raise Refusal("the scales of the keys have another cache", 5)
         elif width != _width(shape[2], pages.quant):
             raise Refusal(f"the pages of {pages.cache.name} are not of fused {pages.quant}", 5)

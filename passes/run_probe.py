@@ -102,11 +102,14 @@ def evaluate(
                 continue
             if node.op == "get_attr":
                 held = attribute(node)
-                values[node] = held.detach().cpu() if isinstance(held, torch.Tensor) else held
+                if isinstance(held, torch.Tensor):
+                    held = binding.constant(node, held.detach().cpu())
+                    binding.check(node, held)
+                values[node] = held
                 continue
             if node.op != "call_function":
                 raise ProbeError(f"the probe has no value for {node.name}")
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = fx.map_arg(binding.arguments(node), values.__getitem__)
             try:
                 values[node] = node.target(
                     *_on_cpu(args), **{k: _on_cpu(v) for k, v in kwargs.items()}
@@ -114,6 +117,7 @@ def evaluate(
             except Exception as error:  # noqa: BLE001 - ops raise many kinds
                 first = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise ProbeError(f"{op_name(node)} fails on the probe: {first}") from error
+            binding.check(node, values[node])
     return values
 
 
@@ -146,13 +150,8 @@ class Draw:
 
     def selection(self, root: fx.Node, binding: Binding) -> dict[str, torch.Tensor]:
         """Values and indices as a top-k may give them: unique, in range, some -inf at the end."""
-        source = root.args[0]
-        assert isinstance(source, fx.Node)
-        width = binding.shape(source)[-1]
         out = value(root)
-        shape = tuple(
-            binding.extent(s) for s in (out[1] if isinstance(out, (tuple, list)) else out).shape
-        )
+        shape, width = binding.selected(root)
         kept = shape[-1]
         order = torch.argsort(self._rand((*shape[:-1], width)), dim=-1)[..., :kept]
         scores = self.normal(shape, torch.float32).sort(dim=-1, descending=True).values

@@ -68,8 +68,9 @@ class Guards:
         draw = Draw(torch.Generator().manual_seed(3), 64)
         out: list[torch.Tensor] = []
         for _ in range(3):
-            special = {n: self._hidden(n) for n in cone & known}
             try:
+                self.binding.cover([node], [*leaves, *(cone & known)])
+                special = {n: self._hidden(n) for n in cone & known}
                 env = draw_masks(leaves, draw, self.binding, special=special)
                 found = evaluate(needed([node], env), env, self.binding)[node]
             except ProbeError:

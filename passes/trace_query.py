@@ -23,6 +23,7 @@ from dsa_compile.passes.graph_tools import (
     is_size,
     is_tensor,
     is_view,
+    namespace,
     op_name,
     value,
 )
@@ -67,13 +68,20 @@ class QueryTrace:
     factors: tuple[float, ...]
 
 
-def trace_query(query: fx.Node, weights: fx.Node, binder: SizeBinder) -> QueryTrace | None:
+def trace_query(
+    query: fx.Node, weights: fx.Node, binder: SizeBinder, positions: Any
+) -> QueryTrace | None:
     """The stretch above a scorer's operands; None where there is nothing to fuse.
+
+    Args:
+        query, weights: the operands, [B, S, H, D] and [B, S, H].
+        binder: remembers sizes.
+        positions: number of keys.
 
     Raises:
         Refusal: queries do not come from one projection; the text says what they come from.
     """
-    size = _Sizes(binder, query)
+    size = _Sizes(binder, query, positions)
     cone = ancestors([query], size.is_root)
     if any(op_name(n) == "fused_indexer_q" for n in cone):
         return None
@@ -116,15 +124,21 @@ def _tensors(nodes: list[fx.Node]) -> list[fx.Node]:
 class _Sizes:
     """Numbers of elements under small sizes, and what stops the walk by them."""
 
-    def __init__(self, binder: SizeBinder, query: fx.Node) -> None:
+    def __init__(self, binder: SizeBinder, query: fx.Node, positions: Any) -> None:
         self.query = query
-        found = binder.bindings([query], query, count=1)
+        found = binder.bindings([query], query, positions=positions, count=1)
         if not found:
             raise Refusal("no small sizes satisfy the guards of the graph", 1)
         self.binding: Binding = found[0]
         self._stops: dict[fx.Node, bool] = {}
+        self._counts: dict[fx.Node, int] = {}
 
     def count(self, node: fx.Node) -> int:
+        if node not in self._counts:
+            self._counts[node] = self._counted(node)
+        return self._counts[node]
+
+    def _counted(self, node: fx.Node) -> int:
         total = 1
         try:
             for extent in self.binding.shape(node):
@@ -148,8 +162,7 @@ class _Sizes:
             return True
         if node.op != "call_function":
             return not is_constant(node)
-        space = getattr(node.target, "namespace", "")
-        if space not in _KNOWN:
+        if namespace(node) not in _KNOWN:
             return True
         if name in CONTRACTIONS:
             dim = value(self.query).shape[-1]
@@ -197,7 +210,7 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def _sides(carriers: list[fx.Node]) -> tuple[fx.Node, ...]:
-    """What carriers are multiplied with, each tensor once."""
+    """What carriers are multiplied with, each tensor once, however often it is computed."""
     inside = set(carriers)
     found: dict[Any, fx.Node] = {}
     for node in carriers:
@@ -211,8 +224,15 @@ def _sides(carriers: list[fx.Node]) -> tuple[fx.Node, ...]:
             source = given
             while op_name(source) in ("unsqueeze", "alias", "detach", "clone"):
                 source = source.args[0]  # type: ignore[assignment]
-            found.setdefault(source, source)
+            found.setdefault(_made(source), source)
     return tuple(found.values())
+
+
+def _made(node: fx.Node) -> Any:
+    """The same for two nodes that hold the same: captured graphs spell a cosine twice."""
+    if node.op != "call_function" or not _deterministic(node):
+        return node
+    return node.target, repr(node.args), repr(node.kwargs)
 
 
 def _weight_roots(
@@ -230,12 +250,25 @@ def _weight_roots(
     free = [n for n in nearer if not _depends(n, cone, size)]
     if not free:
         raise Refusal("the head weights do not come from one projection", 1)
-    return tuple(free)
+    alone = tuple(n for n in free if not _meets_data(n, weights, cone, size))
+    if not alone:
+        raise Refusal("the head weights meet other data beside the scale of the queries", 1)
+    return alone
 
 
 def _depends(node: fx.Node, cone: set[fx.Node], size: _Sizes) -> bool:
     shared = ancestors([node], lambda n: n in cone or size.is_root(n))
     return any(n in cone and is_tensor(n) and n.op == "call_function" for n in shared)
+
+
+def _meets_data(node: fx.Node, weights: fx.Node, cone: set[fx.Node], size: _Sizes) -> bool:
+    """Whether other data than the queries' enters between a node and the weights.
+
+    Dynamo hands a model's float over as a tensor without dims, say.
+    """
+    between = ancestors([weights], lambda n: n is node or n in cone or size.is_root(n))
+    others = (n for n in between if n is not node and n not in cone and is_tensor(n))
+    return any(size.is_root(n) and not is_constant(n) for n in others)
 
 
 def _floors(nodes: list[fx.Node]) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from dsa_compile.passes.graph_tools import (
     CASTS,
     CONTRACTIONS,
     HEAVY,
+    VIEWS,
     is_float,
     is_tensor,
     is_view,
@@ -28,17 +29,18 @@ from dsa_compile.passes.recognise_ops import constant_of, float_inputs, relu_inp
 from dsa_compile.passes.score_trace import HIDING, MaskEvent, Refusal, ScoreTrace
 from dsa_compile.passes.trace_products import ADDS, PIECES, SCALES, note_factor, trace_product
 
+_JOINS = frozenset({"sum", "mean", "cat", "stack"})
+_PARTS = frozenset({"split", "unbind", "split_with_sizes", "chunk"})
+
 
 def _transparent(node: fx.Node) -> bool:
     name = op_name(node)
-    known = (
-        is_view(node) or name in CASTS or name in PIECES or name in ("sum", "mean", "cat", "stack")
-    )
+    known = name in VIEWS or name in CASTS or name in PIECES or name in _JOINS
     return (
         known
         or name == "getitem"
         and selection_root(node) is None
-        or (name in ("split", "unbind", "split_with_sizes", "chunk") or pointwise(node))
+        or (name in _PARTS or pointwise(node))
     )
 
 
@@ -56,18 +58,14 @@ class Walker:
             if top in self._crossings:
                 order.pop()
                 continue
-            if not is_float(top) and op_name(top) not in (
-                "split",
-                "unbind",
-                "split_with_sizes",
-                "chunk",
-            ):
+            name = op_name(top)
+            if not is_float(top) and name not in _PARTS:
                 self._crossings[top] = math.inf
                 continue
             if relu_input(top) is not None:
                 self._crossings[top] = 0.0
                 continue
-            step = 1.0 if op_name(top) in CONTRACTIONS else 0.0
+            step = 1.0 if name in CONTRACTIONS else 0.0
             if not step and not _transparent(top):
                 self._crossings[top] = math.inf
                 continue
@@ -122,12 +120,7 @@ class Walker:
             self._scale(node, bearing, found)
         elif name == "neg":
             found.constant = -found.constant
-        elif not (
-            is_view(node)
-            or name in CASTS
-            or name in PIECES
-            or name in ("sum", "mean", "cat", "stack")
-        ):
+        elif not (is_view(node) or name in CASTS or name in PIECES or name in _JOINS):
             raise Refusal(f"{name} stands between the head sum and the selection", 3)
         if not bearing:
             raise Refusal(f"the scores do not come through {name}", 3)

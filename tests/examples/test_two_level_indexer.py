@@ -51,6 +51,7 @@ def check_sites(optimized: dsa_compile.OptimizedModule, consumers: int) -> None:
     sizes = {(s.heads, s.head_dim, s.k) for s in sites}
     assert sizes == {(SMALL.index_heads, SMALL.index_dim, SMALL.index_topk)}
     assert {s.block_size for s in sites[1:]} == {SMALL.block_size}
+    assert all(any("the query side is one op" in n for n in s.notes) for s in sites)
 
 
 def test_one_capture_serves_all_lengths() -> None:
@@ -95,3 +96,5 @@ def test_the_backend_compiles_prefill_and_decoding_once_each() -> None:
     assert compiled[-1] <= 3 and compiled[2] == compiled[-1]
     report = dsa_compile.compiled_report(model)
     assert len(report.matched) == 3 * counter.frame_count == len(report.sites)
+    fused = [s for s in report.sites if any("the query side is one op" in n for n in s.notes)]
+    assert fused == list(report.sites)

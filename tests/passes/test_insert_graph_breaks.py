@@ -53,6 +53,20 @@ def test_ops_that_pytorch_knows_of_are_marked() -> None:
     }
 
 
+class Indexed(nn.Module):
+    def forward(self, x: Tensor, at: Tensor, flags: Tensor) -> Tensor:
+        zero = torch.zeros(())
+        return x.index_put((at,), zero) + x.index_put((flags,), zero) + x.index_put((at,), zero)
+
+
+def test_what_an_op_is_given_decides_for_each_call() -> None:
+    x = torch.ones(4)
+    graph_module = captured(Indexed(), x, torch.tensor([1]), x > 0)
+    insert_graph_breaks.run(graph_module, PassContext())
+    puts = [n for n in graph_module.graph.nodes if op_label(n) == "aten::index_put.default"]
+    assert [MARK in n.meta for n in puts] == [False, True, False]
+
+
 def test_the_pipeline_marks_the_rewritten_graph() -> None:
     result = run_pipeline(
         captured(TwoLevel(), hidden()), uncapturable={"dsa_cpu::candidate_expand": "why"}

@@ -11,6 +11,7 @@ from query_models import (
     DIM,
     HADAMARDS,
     HEADS,
+    NEG,
     ROTARY,
     ROTATIONS,
     QueryModel,
@@ -19,6 +20,7 @@ from query_models import (
     fp8,
     fp8_scale,
     hidden,
+    lines,
     sylvester,
 )
 from torch import Tensor, fx
@@ -135,6 +137,71 @@ def test_layers_that_are_alike_are_proven_once(monkeypatch: pytest.MonkeyPatch) 
     )
     _, ops = fused_ops(Two(), hidden())
     assert len(ops) == 2 and len(fits) == 1
+
+
+class Cached(QueryModel):
+    """Rotates from where a cache ends, and keeps more positions than any small size has."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> Any:  # type: ignore[override]
+        start, total = cache.shape[1], cache.shape[1] + x.shape[1]
+        rows, positions = torch.arange(start, total), torch.arange(total)
+        q = self.turn(self.wq(x).view(*x.shape[:2], HEADS, DIM), lines(rows, self.freqs))
+        s = torch.einsum("bshd,btd->bsht", q, torch.cat((cache, self.wk(x)), 1)).relu()
+        s = (s * self.ww(x).unsqueeze(-1)).sum(2)
+        values, indices = s.masked_fill(positions > rows[:, None], NEG).topk(150, dim=-1)
+        return values, indices.masked_fill(values == NEG, -1)
+
+
+def test_rows_behind_a_cache_that_must_be_long() -> None:
+    def inputs(length: int, rows: int) -> tuple[Tensor, Tensor]:
+        return hidden(rows), torch.randn(2, length, DIM)
+
+    model = Cached("even and odd", last=True)
+    result = run_pipeline(captured(model, *inputs(170, 13), dynamic=True))
+    (op,) = calls(result.graph_module, "fused_indexer_q")
+    assert option(op, "rope_start") == DIM - ROTARY
+    with torch.no_grad():
+        for given in (inputs(170, 13), inputs(149, 2), inputs(300, 31)):
+            values, picks = model(*given)
+            new_values, new_picks = result.graph_module(*given)
+            assert torch.equal(picks.sort(-1).values, new_picks.sort(-1).values)
+            torch.testing.assert_close(new_values, values, rtol=1e-5, atol=1e-6)
+
+
+class Gain(QueryModel):
+    """A tensor of the model, which may change, scales the weights before the constants do."""
+
+    def __init__(self, form: str = "none") -> None:
+        super().__init__(form=form)
+        self.register_buffer("gain", torch.tensor(0.7))
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return super().formatted(q, w * self.gain)
+
+
+def test_weights_are_read_below_the_last_tensor_that_scales_them() -> None:
+    model, x = Gain(), hidden()
+    result, (op,) = fused_ops(model, x)
+    product = option(op, "softmax_scale") * option(op, "head_scale")
+    assert product == pytest.approx(DIM**-0.5 * HEADS**-0.5)
+    check(model, result, x)
+    result.graph_module.get_buffer("gain").fill_(-1.3)
+    model.gain.fill_(-1.3)
+    check(model, result, x)
+
+
+class GainAfterTheScale(Gain):
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        q, w = QueryModel.formatted(self, q, w)
+        return q, w * self.gain
+
+
+def test_data_below_the_scale_of_the_queries_is_named() -> None:
+    model, x = GainAfterTheScale("fp8"), hidden()
+    result, ops = fused_ops(model, x)
+    assert not ops
+    assert any("the head weights meet other data" in n for n in result.sites[0].notes)
+    check(model, result, x)
 
 
 # -- near-misses: each differs from an indexer's query side in one place -----------------------

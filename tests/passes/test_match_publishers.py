@@ -8,8 +8,12 @@ from torch import Tensor
 from dsa_compile.passes.pipeline import run_pipeline
 
 
-def test_the_source_publishes_in_one_op() -> None:
-    result = run_pipeline(captured(TwoLevel(), hidden()))
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_source_publishes_in_one_op(batch: int) -> None:
+    model, x = TwoLevel(), hidden(batch=batch)
+    result = run_pipeline(captured(model, x))
+    with torch.no_grad():
+        assert same_sets(model(x), result.graph_module(x))
     (call,) = calls(result.graph_module, "indexer_publish")
     assert call.kwargs["block_size"] == BLOCK and call.kwargs["pin_newest"] is True
     ranks = [n for n in result.graph_module.graph.nodes if str(n.target) == "aten.topk.default"]
