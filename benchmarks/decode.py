@@ -41,16 +41,20 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 
 
 class Decoder(nn.Module):
-    """Tokens [1, S] at the end of buffers of T positions -> logits [1, S, vocab]."""
+    """Tokens [1, S] at the end of buffers of T positions -> logits [1, S, vocab].
+
+    Each layer has a buffer of its own: torch.compile would copy all of one that they share.
+    """
 
     keys: Tensor
-    latents: Tensor
 
     def __init__(self, config: ModelConfig, positions: int) -> None:
         super().__init__()
         self.model = TwoLevelModel(config)
         self.keys = nn.Buffer(torch.randn(1, positions, config.index_dim))
-        self.latents = nn.Buffer(torch.randn(config.layers, 1, positions, config.latent))
+        for number in range(config.layers):
+            latents = torch.randn(1, positions, config.latent)
+            self.register_buffer(f"latents_{number}", latents)
 
     def forward(self, tokens: Tensor) -> Tensor:
         m = self.model
@@ -63,7 +67,8 @@ class Decoder(nn.Module):
         candidates = None
         for number, layer in enumerate(m.layers):
             assert isinstance(layer, Layer)
-            x, published = self.attend(layer, x, self.latents[number], candidates)
+            latents = self.get_buffer(f"latents_{number}")
+            x, published = self.attend(layer, x, latents, candidates)
             candidates = candidates if published is None else published
         return m.head(m.norm(x))
 

@@ -199,7 +199,7 @@ def score_rows(
     padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
     if tiles is None:
         memory = shared_memory(q.device.index)
-        tiles = choose_dense_tiles(padded_heads, padded_dim, dtype, memory)
+        tiles = choose_dense_tiles(padded_heads, padded_dim, dtype, memory, rows)
     tile = tiles.tile
     group = group or group_rows(batch * rows, positions, tile, q.device.index)
     keys, k_b, _ = by_row(k[:, None], batch, rows, q)

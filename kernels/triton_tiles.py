@@ -90,8 +90,18 @@ class DenseTiles(NamedTuple):
     stages: int
 
 
-def choose_dense_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) -> DenseTiles:
-    """Launch for padded ``heads`` and ``dim`` within ``memory`` bytes of shared memory."""
+# Rows of a batch item up to which the dense scorer waits for keys, not for products.
+FEW_DENSE_ROWS = 4
+
+
+def choose_dense_tiles(
+    heads: int, dim: int, dtype: torch.dtype, memory: int, rows: Size
+) -> DenseTiles:
+    """Launch for padded ``heads`` and ``dim`` within ``memory`` bytes of shared memory.
+
+    Args:
+        rows: of a batch item.
+    """
     size = dtype.itemsize
     if size == 4:
         return DenseTiles(32 if heads * dim <= 4096 else 16, 1, 4, 1)
@@ -102,11 +112,14 @@ def choose_dense_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) ->
         if size == 1 and heads < 64:
             wide = DenseTiles(128, 4, 4, 3)
         choices = [wide, DenseTiles(128, 2 if size == 1 else 1, 4, 3), DenseTiles(128, 1, 4, 3)]
+        if isinstance(rows, int) and rows <= FEW_DENSE_ROWS:
+            # More programs at a time, and no products of rows that are not there.
+            choices = [DenseTiles(128, 1, 4, 2)]
     for choice in choices:
         room = memory - 4096 - choice.tile * dim * size
         stages = room // (choice.pair * heads * dim * size)
         if stages >= 2:
-            return choice._replace(stages=min(3, stages))
+            return choice._replace(stages=min(choice.stages, stages))
     return DenseTiles(32, 1, 4, 1)
 
 
