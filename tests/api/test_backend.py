@@ -273,6 +273,14 @@ def test_on_a_gpu(mode: str, rows: int) -> None:
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         assert_same(run(*given), model(*given))
+    # The choice between dense and sparse, and all else that a step decides, waits for no result.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.compiler.cudagraph_mark_step_begin()
+        got = run(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same(got, model(*given))
     report = dsa_compile.compiled_report(model)
     assert report.provider == "triton" and len(report.matched) == 2
     assert not report.notes and not counters["inductor"]["cudagraph_skips"]

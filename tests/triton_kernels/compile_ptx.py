@@ -52,12 +52,14 @@ def sparse(dtype: torch.dtype, heads: int, dim: int, full: bool = False) -> None
     sparse_mqa_logits(q, k, w, _int32(1, 2048, 2048), end, sparse_block=8, row_end=end, **more)
 
 
-def dense(dtype: torch.dtype, heads: int, dim: int) -> None:
+def dense(dtype: torch.dtype, heads: int, dim: int, rows: int = 256) -> None:
     from dsa_compile.kernels.triton_indexer import indexer_publish
 
-    q, k, w = scores(dtype, 256, heads, 16384, dim)
-    more = {"key_scale": torch.empty(1, 16384, device="meta")} if dtype.itemsize == 1 else {}
-    indexer_publish(q, k, w, topk=256, num_blocks=128, block_size=8, row_end=_int32(1, 256), **more)
+    q, k, w = scores(dtype, rows, heads, 16384, dim)
+    more: dict[str, Any] = {"row_end": _int32(1, rows)}
+    if dtype.itemsize == 1:
+        more["key_scale"] = torch.empty(1, 16384, device="meta")
+    indexer_publish(q, k, w, topk=256, num_blocks=128, block_size=8, **more)
 
 
 def topk(dtype: torch.dtype, rows: int, width: int, k: int, sorted: bool) -> None:
@@ -108,6 +110,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "sparse-largest": lambda: sparse(torch.bfloat16, 128, 256),
     "dense-bfloat16": lambda: dense(torch.bfloat16, 64, 128),
     "dense-fp8": lambda: dense(FP8, 64, 128),
+    "dense-one-row": lambda: dense(torch.bfloat16, 32, 128, 1),
     "topk-split": lambda: topk(torch.bfloat16, 1, 65536, 64, False),
     "topk": lambda: topk(torch.float32, 2048, 16384, 512, True),
     "choice-sparse": lambda: choice(torch.bfloat16, 131072),
