@@ -108,7 +108,11 @@ class Publisher:
             if got.shape != expected.shape or not torch.equal(got, expected):
                 raise Refusal("what it publishes is not the maximum of contiguous blocks", 7)
             if self.pinned is not None and not self._pins_newest(values, roles, total, end, blocks):
-                self.pinned, self.selection, self.ranked = None, None, None
+                self.leave_ranking()
+
+    def leave_ranking(self) -> None:
+        """Give the maxima alone; the model's own ops pin and rank them."""
+        self.pinned, self.selection, self.ranked = None, None, None
 
     def _pins_newest(
         self, values: dict, roles: Roles, total: int, end: object, blocks: int

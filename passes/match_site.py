@@ -14,6 +14,7 @@ from dsa_compile.passes.axis_labels import LabelError
 from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.build_call import CallBuilder
 from dsa_compile.passes.candidate_ids import Candidates
+from dsa_compile.passes.check_rules import check_rules
 from dsa_compile.passes.check_slots import (
     check_hidden,
     check_leak,
@@ -102,9 +103,18 @@ class SiteMatcher:
         candidates = prover.candidates()
         if candidates is not None:
             self.looked.block_size = candidates.block_size
+        small = restated or bool(found[0].numbers)
+        _check_rules([t.node for t in masks.candidate], small)
         builder = CallBuilder(self.graph, trace, roles, masks, self.selection, self.emission)
         try:
             call = builder.build(candidates)
+            if any(call.kwargs.get(name) is not None for name in ("row_start", "row_end")):
+                _check_rules([e.mask for e in trace.masks], small)
+            if publisher is not None and publisher.pinned is not None:
+                try:
+                    _check_rules([publisher.pinned[0]], small)
+                except Refusal:
+                    publisher.leave_ranking()
             prover.prove(call)
             self._check(prover, users, masks, candidates, call)
             if publisher is not None:
@@ -182,6 +192,11 @@ class SiteMatcher:
             progress=10,
         )
         return site, SitePair(0, trace.score.name, old_name, indices.name)
+
+
+def _check_rules(rules: list[fx.Node], small: bool) -> None:
+    """Refuse where what is replaced may go on otherwise than it shows at small sizes."""
+    check_rules(sorted(ancestors(rules, mask_leaf)), small=small)
 
 
 def _as(emit: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:

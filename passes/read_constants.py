@@ -101,7 +101,22 @@ class ConstantReader:
                     found.add(abs(int(number)))
             if op_name(node) in _FILLED:
                 found |= self._filled(node, captured.marks)
+        # A product of a position may lie beyond all positions.
+        largest *= self._factor()
         return {n for n in found if n <= largest}
+
+    def _factor(self) -> int:
+        """The largest number that positions may be multiplied by."""
+        factor = 1
+        for node in self.nodes:
+            if is_float(node) or op_name(node) not in ("mul", *_SHIFTS):
+                continue
+            numbers = [abs(int(n)) for _, n in self._numbers(node)]
+            if op_name(node) == "mul":
+                factor = max([factor, *numbers])
+            else:
+                factor = max([factor, *(1 << n for n in numbers if n < 63)])
+        return factor
 
     def _moving(self, positions: Axis) -> set[int]:
         """Atoms of the axes that may shrink, those that are cut out of others among them."""
