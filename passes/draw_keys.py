@@ -18,6 +18,8 @@ from dsa_compile.passes.trace_keys import KeyTrace
 _LENGTHS = (40, 7, 2, 1, 0)
 _SINGLE = 4
 ORDINARY = "ordinary numbers"
+_WEIGHTS = {"small weights": (1e-4, 1e-9), "large weights": (30.0, 1e3, 1e6)}
+"""Factors of the vectors of a norm: floors and caps behind it show."""
 
 
 class KeyDraws:
@@ -26,8 +28,9 @@ class KeyDraws:
     Keys are ordinary numbers; of many orders of magnitude from key to key, down to nothing; of many
     sizes within a key; of one dim alone; and such that hold a NaN or an infinity. Slots are all
     different and take in the first and last places of the cache and of its pages. Then come weights
-    that are next to nothing, slots that name no place (below 0, the same several times, beyond the
-    cache), and integers that are far out of any range, one tensor of them at a time.
+    that are next to nothing or very large, slots that name no place (below 0, the same several
+    times, beyond the cache), and integers that are far out of any range, one tensor of them at a
+    time.
 
     Args:
         trace: the stretch.
@@ -66,9 +69,9 @@ class KeyDraws:
             if odd is not None:
                 some = torch.rand(env[odd[0]].shape, generator=self.generator) < 0.5
                 env[odd[0]] = env[odd[0]].masked_fill(some, odd[1])
-            if kind == "small weights":
+            if kind in _WEIGHTS:
                 vectors = [n for n in self.trace.vectors if n in env]
-                env |= {n: env[n] * 10.0 ** (-4 - 5 * turn) for n in vectors}
+                env |= {n: env[n] * _WEIGHTS[kind][turn] for n in vectors}
             try:
                 return evaluate(needed(self.trace.targets, env), env, self.binding)
             except ProbeError as error:
@@ -126,7 +129,9 @@ class KeyDraws:
         yield "many orders of magnitude", 0
         yield "dims of many sizes", 0
         yield "no numbers", 0
-        yield from (("small weights", turn) for turn in (0, 1))
+        if self.trace.vectors:
+            for kind, factors in _WEIGHTS.items():
+                yield from ((kind, turn) for turn in range(len(factors)))
 
     def _given(self, kind: str, turn: int, slots: Tensor) -> Values:
         trace = self.trace

@@ -16,6 +16,7 @@ import torch.fx as fx
 
 import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
 from dsa_compile.passes.bind_sizes import Binding
+from dsa_compile.passes.check_query_flow import check_query_flow
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.emit_nodes import Emitter
 from dsa_compile.passes.emit_query import FusedQuery, emit_query
@@ -123,6 +124,7 @@ def _match(
         bound = _bindings(trace, _positions(call), context)
         provers = [QueryProver(trace, b, context.options.seed + 2) for b in bound]
         form = QueryFitter(trace, provers[0].draw("ordinary numbers"), bound[0]).fit()
+        check_query_flow(trace)
         fused = _emitted(emit, trace, form)
         for prover in provers:
             prover.check(fused, form, context.options.draws)

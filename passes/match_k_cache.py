@@ -26,6 +26,7 @@ import torch.fx as fx
 import dsa_compile.kernels  # noqa: F401 - registers the canonical ops
 from dsa_compile.kernels.providers import load
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
+from dsa_compile.passes.check_key_flow import check_flow
 from dsa_compile.passes.context import PassContext, PassResult
 from dsa_compile.passes.emit_keys import FusedWrite, emit_keys, put_in_place
 from dsa_compile.passes.emit_nodes import Emitter
@@ -195,6 +196,7 @@ def _proven(graph: fx.Graph, trace: KeyTrace, context: PassContext, known: _Know
             prover.check(fused, form, options.draws)
     finally:
         context.emission.erase_since(count)
+    check_flow(trace, form)
     return form
 
 

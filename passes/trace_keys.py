@@ -31,7 +31,7 @@ from dsa_compile.passes.recognise_ops import constant_of, is_constant
 from dsa_compile.passes.score_trace import Refusal
 
 _KNOWN = frozenset({"aten", "prims", ""})
-_STAGES = frozenset({"native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"})
+STAGES = frozenset({"native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"})
 _REDUCTIONS = frozenset({"amax", "max", "amin", "min"})
 _CLAMPS = frozenset({"clamp", "clamp_min", "maximum"})
 _PIECES = frozenset({"slice", "select", "getitem", "narrow"})
@@ -189,7 +189,7 @@ def _is_root(node: fx.Node, dim: int) -> bool:
         return True
     if name in CONTRACTIONS:
         return not any(_constant_matrix(n, dim) for n in node.all_input_nodes)
-    if name in SELECTIONS or name in HEAVY and name not in _STAGES | _REDUCTIONS:
+    if name in SELECTIONS or name in HEAVY and name not in STAGES | _REDUCTIONS:
         return True
     source: Any = node.args[0] if node.args else None
     if name == "getitem" and isinstance(source, fx.Node) and _of_others(source):
@@ -270,7 +270,7 @@ def _numbers(nodes: tuple[fx.Node, ...], names: frozenset[str]) -> Iterator[floa
 
 def _epsilons(nodes: tuple[fx.Node, ...]) -> tuple[float, ...]:
     """Small numbers that are added, or that a norm is given, and PyTorch's own."""
-    given = _numbers(nodes, _STAGES | {"add", "clamp", "clamp_min", "maximum"})
+    given = _numbers(nodes, STAGES | {"add", "clamp", "clamp_min", "maximum"})
     own = (torch.finfo(torch.float32).eps, 0.0)
     return tuple(dict.fromkeys([*(n for n in given if n <= _MOST_EPS), *own]))
 

@@ -75,6 +75,12 @@ def dropping(cache: Tensor, codes: Tensor, scales: Tensor, slots: Tensor) -> Non
     cache.copy_(wide[:pages])
 
 
+def masked(cache: Tensor, codes: Tensor, scales: Tensor, slots: Tensor) -> None:
+    """What has no slot is left out before the write."""
+    real = slots >= 0
+    at_tokens(cache, codes[real], scales[real], slots[real])
+
+
 WRITES: dict[str, tuple[Write, str]] = {
     "at tokens": (at_tokens, "wrap"),
     "as numbers": (as_numbers, "wrap"),
@@ -82,6 +88,7 @@ WRITES: dict[str, tuple[Write, str]] = {
     "index_copy": (by_index_copy, "fail"),
     "scatter": (by_scatter, "fail"),
     "dropping": (dropping, "skip"),
+    "masked": (masked, "skip"),
 }
 """Name -> write, and what it does to a slot of -1."""
 
