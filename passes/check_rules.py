@@ -38,7 +38,7 @@ _STRAIGHT = frozenset(
     | {"bitwise_xor", "bitwise_not", "clone", "contiguous", "scalar_tensor", "full", "new_full"}
     | {"full_like", "zeros", "new_zeros", "zeros_like", "ones", "new_ones", "ones_like", "eye"}
     | {"slice", "select", "narrow", "split", "split_with_sizes", "unbind", "chunk", "index_fill"}
-    | {"index_put", "where_self", "copy", "masked_scatter", "fill", "abs", "triu", "tril"}
+    | {"index_put", "copy", "masked_scatter", "fill", "abs", "triu", "tril"}
 )
 # What gives numbers that come from the places of others, or from whether they hold.
 _PLACES = frozenset({"argsort", "argmax", "argmin", "nonzero", "searchsorted"})
@@ -50,6 +50,7 @@ class RuleCheck:
     def __init__(self) -> None:
         self.counts: set[fx.Node] = set()
         self.made: set[fx.Node] = set()
+        self.flags: set[fx.Node] = set()
         self.blocks: dict[fx.Node, int] = {}
 
     def check(self, nodes: Iterable[fx.Node], *, small: bool) -> None:
@@ -62,13 +63,18 @@ class RuleCheck:
             Refusal: a rule may show itself at large sizes alone; the text names it.
         """
         for node in nodes:
-            if not is_tensor(node) or dtype_of(node) == torch.bool:
+            if not is_tensor(node):
+                continue
+            if dtype_of(node) == torch.bool:
+                self.flags.add(node)
                 continue
             if node.op != "call_function" or mask_leaf(node):
                 if not is_float(node):
                     self.counts.add(node)
                 continue
             inputs = [n for n in node.all_input_nodes if is_tensor(n)]
+            if any(n in self.flags for n in inputs):
+                self._count_flags(node)
             counted = [n for n in _values(node, inputs) if n in self.counts]
             if op_name(node) in COUNTS or counted or op_name(node) in _PLACES:
                 self.counts.add(node)
@@ -79,6 +85,13 @@ class RuleCheck:
                 self.made.add(node)
                 if small:
                     self._computed(node, inputs)
+
+    def _count_flags(self, node: fx.Node) -> None:
+        """How many positions are let through is a number of them, too."""
+        if op_name(node) in ("sum", "cumsum"):
+            self._narrow(node)
+        elif op_name(node) in CASTS or is_view(node):
+            self.flags.add(node)
 
     def _narrow(self, node: fx.Node) -> None:
         kind = dtype_of(node)
@@ -121,7 +134,7 @@ class RuleCheck:
 def _values(node: fx.Node, inputs: list[fx.Node]) -> list[fx.Node]:
     """The inputs whose numbers may come out, conditions and places left out."""
     name = op_name(node)
-    if name in ("where", "where_self"):
+    if name == "where":
         return [n for n in node.args[1:] if isinstance(n, fx.Node)]
     if name == "masked_fill":
         return [n for n in (node.args[0], node.args[2]) if isinstance(n, fx.Node)]

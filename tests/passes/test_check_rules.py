@@ -50,6 +50,10 @@ RULES: dict[str, tuple[Rule, str]] = {
         lambda keep, p: keep | (p > torch.full_like(p, 25) * torch.full_like(p, 25)),
         "comes out of mul",
     ),
+    "a count that wraps": (
+        lambda keep, p: keep | ((p >= 0).to(torch.int8).cumsum(0, dtype=torch.int8) < 0),
+        "int8",
+    ),
     "a bend": (lambda keep, p: keep | (p * p > 400_000), "does not grow in proportion"),
 }
 
