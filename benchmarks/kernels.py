@@ -40,7 +40,7 @@ import dsa_compile.kernels.triton  # noqa: F401 (fails early without Triton)
 from dsa_compile.kernels.triton_choice import select_columns
 from dsa_compile.kernels.triton_dense import score_rows
 from dsa_compile.kernels.triton_expand import candidate_expand
-from dsa_compile.kernels.triton_indexer import indexer_select
+from dsa_compile.kernels.triton_indexer import SCORE_BYTES, indexer_select
 from dsa_compile.kernels.triton_sparse import scorer_tiles, sparse_mqa_logits
 from dsa_compile.kernels.triton_tiles import columns_for_maxima, maxima_groups
 from dsa_compile.kernels.triton_topk import topk_positions
@@ -132,7 +132,7 @@ def single_level(results: Results, rows: int, positions: int, dtype: torch.dtype
     name = f"{str(dtype)[6:]} 64 heads {rows} x {positions}"
     k = min(SINGLE_TOPK, positions)
     # As many rows at a time as the op itself scores.
-    few = min(rows, (256 << 20) // (4 * positions))
+    few = min(rows, SCORE_BYTES // (4 * positions))
     part = Problem(p.q[:, :few], p.k, p.weights[:, :few], p.key_scale)
     scores = torch.empty(1, few, positions, device="cuda")
     none: dict[str, Any] = dict.fromkeys(("row_start", "row_end", "mask", "bias"))

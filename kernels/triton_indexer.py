@@ -18,7 +18,7 @@ from .triton_tools import result
 from .triton_topk import Mapping, select_rows, topk_positions
 from .validate import Size
 
-SCORE_BYTES = 256 << 20
+SCORE_BYTES = 512 << 20
 """What the scores of one tile of rows may take, at least one row."""
 
 Observer = Callable[[Tensor, slice, slice], None]

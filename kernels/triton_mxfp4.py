@@ -157,8 +157,10 @@ def widen(packed, scale, TYPE: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def largest_byte(word):
     """The largest of the four bytes of int32 words."""
-    upper = tl.maximum((word >> 24) & 255, (word >> 16) & 255)
-    return tl.maximum(upper, tl.maximum((word >> 8) & 255, word & 255))
+    # Each byte in turn on top of the word: shifts to the left and two comparisons.
+    top = word.to(tl.uint32, bitcast=True)
+    top = tl.maximum(tl.maximum(top, top << 8), tl.maximum(top << 16, top << 24))
+    return (top >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -192,11 +194,10 @@ def widen_relative_fast(packed, step):
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 up, small, large, some, other, first, second;
-        mul.lo.u32 up, $3, 0x04040404;
-        and.b32 small, up, 0xFFFFFF00;
-        add.u32 small, small, 0x0A080400;
-        add.u32 large, up, 0x12100E0C;
+        .reg .b32 small, large, some, other, first, second;
+        .reg .b64 wide;
+        mad.lo.u32 small, $3, 0x04040400, 0x0A080400;
+        mad.lo.u32 large, $3, 0x04040404, 0x12100E0C;
         and.b32 some, $2, 0x77777777;
         shr.u32 other, some, 16;
         prmt.b32 first, small, large, some;

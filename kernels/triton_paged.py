@@ -15,52 +15,8 @@ import triton.language as tl
 from .triton_expand import row_bound
 from .triton_mxfp4 import largest_byte, scale_step, ue8m0, widen, widen_relative_fast
 from .triton_nibbles import in_order, query_nibbles
-from .triton_scores import relu_scale, weighted_sum
-
-
-@triton.jit
-def _quotient(x, DIVISOR: tl.constexpr):
-    """Quotient of int32 that are not negative; unsigned division by a power of two is a shift."""
-    return (x.to(tl.uint32, bitcast=True) // DIVISOR).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _remainder(x, DIVISOR: tl.constexpr):
-    return (x.to(tl.uint32, bitcast=True) % DIVISOR).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _block_ids(line, column, valid, blocks_n, SPARSE_BLOCK: tl.constexpr):
-    """Block ids of columns."""
-    at = line + _quotient(column, SPARSE_BLOCK).to(tl.int64) * blocks_n
-    return tl.load(at, mask=column < valid, other=-1)
-
-
-@triton.jit
-def _positions(block, column, shift, past, SPARSE: tl.constexpr, SPARSE_BLOCK: tl.constexpr):
-    """Positions [int32] of columns; junk ids are one block past the context."""
-    if SPARSE:
-        if block.dtype == tl.int64:
-            block = tl.minimum(tl.maximum(block, -1), 2147483647)
-        # Negative ids are large ones.
-        id32 = block.to(tl.int32).to(tl.uint32, bitcast=True)
-        id32 = tl.minimum(id32, past).to(tl.int32, bitcast=True)
-        return id32 * SPARSE_BLOCK + _remainder(column, SPARSE_BLOCK) + shift
-    return column
-
-
-@triton.jit
-def _pages(table, position, seen, columns, table_p, PAGED: tl.constexpr, PAGE: tl.constexpr):
-    """The page [int32] of each position, negative where it is in none."""
-    if PAGED:
-        # Positions that are not seen may be anything.
-        block = _quotient(position, PAGE)
-        inside = seen & (block < columns)
-        page = tl.load(table + block.to(tl.int64) * table_p, mask=inside, other=-1)
-        if page.dtype == tl.int64:
-            page = tl.minimum(tl.maximum(page, -1), 2147483647)
-        return page.to(tl.int32)
-    return tl.where(seen, 0, -1)
+from .triton_pages import block_ids, column_positions, position_pages, remainder
+from .triton_scores import relu_scale, times, weighted_sum
 
 
 @triton.jit
@@ -69,6 +25,39 @@ def _product(key, query, total, TYPE: tl.constexpr):
     if TYPE == tl.float32:
         return tl.dot(key, query, total, input_precision="ieee")
     return tl.dot(key, query, total)
+
+
+@triton.jit
+def _finish(
+    product,
+    weight,
+    heads,
+    factor,
+    found,
+    column,
+    first,
+    valid,
+    to,
+    NARROW: tl.constexpr,
+    SCALED: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """Writes the scores of a tile's products where ``column`` is in [first, valid).
+
+    Args:
+        factor: what scores are multiplied with where SCALED: fp32, or, where NARROW, the four
+            scales of the key, of which the largest had been made 2**13.
+    """
+    score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
+    if NARROW:
+        score *= ue8m0(largest_byte(factor)) * 0.0001220703125
+    elif SCALED:
+        score *= factor
+    score = tl.where(found, score, float("-inf"))
+    here = (column >= first) & (column < valid)
+    tl.store(to + column, score.to(to.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -205,8 +194,7 @@ def stored_kernel(
             PACKED,
             TYPE,
         )
-        byte = tl.arange(0, 16)
-        in_key = group[:, None] * 16 + byte[None, :]
+        half = tl.arange(0, DIM // 2)
     else:
         channel = tl.arange(0, DIM)
         there = (head[None, :] < heads) & (channel[:, None] < dim)
@@ -218,60 +206,83 @@ def stored_kernel(
     column = first + inner
     block = column
     if SPARSE:
-        block = _block_ids(line, column, valid, blocks_n, SPARSE_BLOCK)
-    raw = _positions(block, column, shift, past, SPARSE, SPARSE_BLOCK)
+        block = block_ids(line, column, valid, blocks_n, SPARSE_BLOCK)
+    raw = column_positions(block, column, shift, past, SPARSE, SPARSE_BLOCK)
     seen = (column < valid) & (raw >= low) & (raw < high)
-    page = _pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
+    page = position_pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
     if SPARSE:
-        block = _block_ids(line, column + TILE, valid, blocks_n, SPARSE_BLOCK)
+        block = block_ids(line, column + TILE, valid, blocks_n, SPARSE_BLOCK)
+    # Scores are finished one tile behind: the compiler starts the copies of the next keys after a
+    # product, and they have all that to arrive in.
+    product = tl.zeros([TILE, HEADS], tl.float32)
+    factor = tl.zeros([TILE], tl.int32 if NARROW else tl.float32)
+    found = inner < 0
     for base in tl.range(first, valid, TILE, num_stages=STAGES):
+        _finish(
+            product,
+            weight,
+            heads,
+            factor,
+            found,
+            base - TILE + inner,
+            first,
+            valid,
+            to,
+            NARROW,
+            not MXFP4,
+            PADDED_HEADS,
+            HEADS,
+            RELU,
+        )
         column = base + inner
         found = page.to(tl.uint32, bitcast=True) < pages
-        which = tl.where(found, page, 0).to(tl.int64)
+        which = tl.where(found, page, 0)
         place = tl.where(found, raw, 0)
         if PAGED:
-            place = _remainder(place, PAGE)
-        key_at = own_keys + (which * key_p + place.to(tl.int64) * key_t)
-        scale_at = own_scales + (which * scale_p + place.to(tl.int64) * scale_t)
+            place = remainder(place, PAGE)
+        key_at = own_keys + (times(which, key_p) + times(place, key_t))
+        scale_at = own_scales + (times(which, scale_p) + times(place, scale_t))
 
         ahead = column + TILE
-        raw = _positions(block, ahead, shift, past, SPARSE, SPARSE_BLOCK)
+        raw = column_positions(block, ahead, shift, past, SPARSE, SPARSE_BLOCK)
         seen = (ahead < valid) & (raw >= low) & (raw < high)
-        page = _pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
+        page = position_pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
         if SPARSE:
-            block = _block_ids(line, ahead + TILE, valid, blocks_n, SPARSE_BLOCK)
+            block = block_ids(line, ahead + TILE, valid, blocks_n, SPARSE_BLOCK)
 
         if MXFP4:
-            by_byte = key_at[:, None, None] + in_key[None, :, :]
+            # In two dimensions: neighbouring threads then copy neighbouring parts of a key.
+            by_byte = key_at[:, None] + half[None, :]
             if PADDED_DIM:
-                real = inner[:, None, None] * 0 + in_key[None, :, :] < dim // 2
+                real = (inner[:, None] >= 0) & (half[None, :] < dim // 2)
                 packed = tl.load(by_byte, mask=real, other=0)
             else:
                 packed = tl.load(by_byte)
-            by_group = scale_at[:, None] + group[None, :]
-            if PADDED_DIM:
-                real_group = inner[:, None] * 0 + group[None, :] < dim // 32
-                byte_scale = tl.load(by_group, mask=real_group, other=127)
-            else:
-                byte_scale = tl.load(by_group)
+            packed = tl.reshape(packed, [TILE, DIM // 32, 16])
             if NARROW:
                 # The four scales are loaded twice: the compiler hands threads the codes that they
                 # multiply if nothing but loads and elementwise operations leads there.
-                largest = largest_byte(tl.load(scale_at.to(tl.pointer_type(tl.int32))))
+                words = scale_at.to(tl.pointer_type(tl.int32))
+                largest = largest_byte(tl.load(words))
+                byte_scale = tl.load(scale_at[:, None] + group[None, :])
                 step = scale_step(byte_scale, largest[:, None])
                 step = tl.broadcast_to(step[:, :, None], packed.shape)
                 even_key, odd_key = widen_relative_fast(packed, step)
             else:
-                factor = tl.broadcast_to(ue8m0(byte_scale)[:, :, None], packed.shape)
-                even_key, odd_key = widen(packed, factor, TYPE, FAST)
+                by_group = scale_at[:, None] + group[None, :]
+                if PADDED_DIM:
+                    real_group = inner[:, None] * 0 + group[None, :] < dim // 32
+                    byte_scale = tl.load(by_group, mask=real_group, other=127)
+                else:
+                    byte_scale = tl.load(by_group)
+                own_scale = tl.broadcast_to(ue8m0(byte_scale)[:, :, None], packed.shape)
+                even_key, odd_key = widen(packed, own_scale, TYPE, FAST)
             even_key = in_order(even_key, TILE, DIM // 2, BY_LANE)
             odd_key = in_order(odd_key, TILE, DIM // 2, BY_LANE)
             product = _product(even_key, even, tl.zeros([TILE, HEADS], tl.float32), TYPE)
             product = _product(odd_key, odd, product, TYPE)
-            score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
             if NARROW:
-                # 2**-13, which the largest scale of a key was made.
-                score *= ue8m0(largest) * 0.0001220703125
+                factor = tl.load(words, mask=found, other=0)
         else:
             by_dim = (key_at[:, None] + channel[None, :]).to(tl.pointer_type(tl.float8e4nv))
             if PADDED_DIM:
@@ -279,12 +290,25 @@ def stored_kernel(
                 key = tl.load(by_dim, mask=real_dim, other=0.0)
             else:
                 key = tl.load(by_dim)
-            nothing_yet = tl.zeros([TILE, HEADS], tl.float32)
-            product = _product(key.to(TYPE), query, nothing_yet, TYPE)
-            score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
-            score *= tl.load(scale_at.to(tl.pointer_type(tl.float32)), mask=found, other=0.0)
-        score = tl.where(found, score, float("-inf"))
-        tl.store(to + column, score.to(out.dtype.element_ty), mask=column < valid)
+            product = _product(key.to(TYPE), query, tl.zeros([TILE, HEADS], tl.float32), TYPE)
+            factor = tl.load(scale_at.to(tl.pointer_type(tl.float32)), mask=found, other=0.0)
+    done = first + (valid - first + TILE - 1) // TILE * TILE
+    _finish(
+        product,
+        weight,
+        heads,
+        factor,
+        found,
+        done - TILE + inner,
+        first,
+        valid,
+        to,
+        NARROW,
+        not MXFP4,
+        PADDED_HEADS,
+        HEADS,
+        RELU,
+    )
     for base in range(valid, limit, TILE):
         column = base + inner
         nothing = tl.full([TILE], float("-inf"), tl.float32).to(out.dtype.element_ty)

@@ -66,6 +66,47 @@ def _tile_blocks(
 
 
 @triton.jit
+def times(place, stride):
+    """Products [int64] of int32 numbers that are not negative and a stride, in one instruction."""
+    stride += tl.zeros_like(place)
+    if stride.dtype == tl.int32:
+        place = place.to(tl.uint32, bitcast=True).to(tl.uint64)
+        wide = place * stride.to(tl.uint32, bitcast=True)
+        return wide.to(tl.int64, bitcast=True)
+    return place.to(tl.int64) * stride
+
+
+@triton.jit
+def _finish(
+    product,
+    weight,
+    heads,
+    factor,
+    added,
+    seen,
+    column,
+    first,
+    valid,
+    to,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Scores [TILE] of a tile's products, written where ``column`` is in [first, valid)."""
+    score = weighted_sum(product, weight, heads, PADDED, HEADS, TYPE)
+    if HAS_SCALE:
+        score *= factor
+    if HAS_BIAS:
+        score += added
+    score = tl.where(seen, score, float("-inf"))
+    here = (column >= first) & (column < valid)
+    tl.store(to + column, score.to(to.dtype.element_ty), mask=here)
+    return score
+
+
+@triton.jit
 def sparse_kernel(
     q,
     k,
@@ -169,10 +210,34 @@ def sparse_kernel(
     inner_place = inner % SPARSE_BLOCK + shift
 
     # Ids are loaded one tile ahead: in the same iteration they would take a place of their own in
-    # the pipeline, and with it a buffer of keys.
+    # the pipeline, and with it a buffer of keys. Scores are finished one tile behind: the compiler
+    # starts the copies of the next keys after a product, and they have all that to arrive in.
     block = _tile_blocks(line, first, inner, inner_block, valid, blocks_n, SPARSE_BLOCK, TILE)
     most = tl.full([TILE], float("-inf"), tl.float32)
+    product = tl.zeros([TILE, HEADS], tl.float32)
+    factor = tl.zeros([TILE], tl.float32)
+    added = tl.zeros([TILE], tl.float32)
+    seen = inner < 0
     for base in tl.range(first, valid, TILE, num_stages=STAGES):
+        score = _finish(
+            product,
+            weight,
+            heads,
+            factor,
+            added,
+            seen,
+            base - TILE + inner,
+            first,
+            valid,
+            to,
+            HAS_SCALE,
+            HAS_BIAS,
+            PADDED_HEADS,
+            HEADS,
+            TYPE,
+        )
+        if HAS_MAXIMA:
+            most = tl.maximum(most, score)
         column = base + inner
         here = column < valid
         offset = inner_place if TILE % SPARSE_BLOCK == 0 else column % SPARSE_BLOCK + shift
@@ -185,8 +250,8 @@ def sparse_kernel(
         )
         raw = id32 * SPARSE_BLOCK + offset
         seen = here & (raw >= low) & (raw < high)
-        place = tl.minimum(raw, final).to(tl.int64)
-        at = keys + place[:, None] * k_t
+        place = tl.minimum(raw, final)
+        at = keys + times(place, k_t)[:, None]
         if PADDED_DIM:
             key = tl.load(at, mask=(inner[:, None] >= 0) & (channel[None, :] < dim), other=0.0)
         else:
@@ -196,22 +261,35 @@ def sparse_kernel(
             product = tl.dot(key, query, input_precision="ieee")
         else:
             product = tl.dot(key, query)
-        score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, TYPE)
         if HAS_SCALE:
-            score *= tl.load(
-                key_scale + batch * scale_b + place * scale_t, mask=seen, other=0.0
-            ).to(tl.float32)
+            at_scale = key_scale + batch * scale_b + place.to(tl.int64) * scale_t
+            factor = tl.load(at_scale, mask=seen, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            at = bias + batch * bias_b + row * bias_s + column.to(tl.int64) * bias_w
-            score += tl.load(at, mask=seen, other=0.0).to(tl.float32)
+            at_bias = bias + batch * bias_b + row * bias_s + column.to(tl.int64) * bias_w
+            added = tl.load(at_bias, mask=seen, other=0.0).to(tl.float32)
         if HAS_MASK:
-            at = mask + batch * mask_b + row * mask_s + column.to(tl.int64) * mask_w
-            seen = seen & (tl.load(at, mask=here, other=0) != 0)
-        score = tl.where(seen, score, float("-inf"))
-        tl.store(to + column, score.to(out.dtype.element_ty), mask=here)
-        if HAS_MAXIMA:
-            most = tl.maximum(most, score)
+            at_mask = mask + batch * mask_b + row * mask_s + column.to(tl.int64) * mask_w
+            seen = seen & (tl.load(at_mask, mask=here, other=0) != 0)
+    done = first + (valid - first + TILE - 1) // TILE * TILE
+    score = _finish(
+        product,
+        weight,
+        heads,
+        factor,
+        added,
+        seen,
+        done - TILE + inner,
+        first,
+        valid,
+        to,
+        HAS_SCALE,
+        HAS_BIAS,
+        PADDED_HEADS,
+        HEADS,
+        TYPE,
+    )
     if HAS_MAXIMA:
+        most = tl.maximum(most, score)
         group = (program.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * TILE
         tl.store(maxima + group + inner, most)
     for base in range(valid, limit, TILE):

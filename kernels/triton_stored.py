@@ -114,14 +114,16 @@ def operands_by_lane(index: int | None) -> bool:
     return not torch.cuda.is_available() or capability(index)[0] not in (10, 11)
 
 
-def mxfp4_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) -> Tiles:
-    """Tile sizes for padded ``heads`` and ``dim``."""
+def mxfp4_tiles(
+    heads: int, dim: int, dtype: torch.dtype, memory: int, narrow: bool = False
+) -> Tiles:
+    """Tile sizes for padded ``heads`` and ``dim``; ``narrow``: keys become e5m2."""
     if dtype == torch.float32:
         return Tiles(32 if heads * dim <= 4096 else 16, 4, 1)
     tile = 128 if heads <= 64 and dim <= 128 else 64
     while (tile + heads) * dim * 2 + 2 * tile * dim > memory - 8192 and tile > 32:
         tile //= 2
-    return Tiles(tile, 4, 2)
+    return Tiles(tile, 4, 3 if narrow else 2)
 
 
 def _columns_a_program(rows: Size, width: Size, tile: int, device: int | None) -> Size:
@@ -186,8 +188,8 @@ def launch(
     padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
     narrow = narrow_type(q, keys, dim) if mxfp4 else None
     if tiles is None:
-        choose = mxfp4_tiles if mxfp4 else choose_tiles
-        tiles = choose(padded_heads, padded_dim, dtype, shared_memory(q.device.index))
+        shape = (padded_heads, padded_dim, dtype, shared_memory(q.device.index))
+        tiles = mxfp4_tiles(*shape, narrow is not None) if mxfp4 else choose_tiles(*shape)
     run = _columns_a_program(batch * rows, width, tiles.tile, q.device.index)
     table = q if block_table is None else block_table
     own, own_b, own_s = by_row(requests, batch, rows, end)

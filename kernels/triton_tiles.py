@@ -32,10 +32,11 @@ def choose_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) -> Tiles
     size = dtype.itemsize
     if dtype == torch.float32:
         return Tiles(32 if heads * dim <= 4096 else 16, 4, 1)
-    # More stages than two cost more programs on a multiprocessor than they hide latency, unless
-    # products of many heads hide it anyway; fewer registers give a fifth program (on an H200).
-    tile, stages = (128 if heads <= 64 else 64), 2 + (size == 2 and heads == 64)
-    registers = 96 if size == 1 and heads == 64 else None
+    # More stages than two cost more programs on a multiprocessor than they hide latency. Fewer
+    # registers than the compiler would take make room for a fifth program of 32 heads, a fourth
+    # of 64 (on an H200).
+    tile, stages = (128 if heads <= 64 else 64), 2
+    registers = {32: 88, 64: 120}.get(heads) if size == 1 else None
     if dtype.itemsize * (heads + tile) * dim > memory - 4096:
         tile = 32
     # Queries, the tiles in flight, and room for the reduction.

@@ -12,7 +12,7 @@ import dsa_compile
 from dsa_compile.program_files import read_metadata
 from dsa_compile.target import Target
 
-from .conftest import needs_compiler
+from .conftest import QUICK, needs_compiler
 from .models import TwoLevel, assert_same, inputs
 from .test_package import PLAIN, python
 
@@ -40,7 +40,9 @@ def test_pytorch_alone_runs_a_package_of_its_own(tmp_path: Path) -> None:
 
     args, file = (torch.randn(3, 16, device="cuda"),), tmp_path / "doubled.pt2"
     program = torch.export.export(Doubled(), args)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(file), inductor_configs=QUICK
+    )
     torch.save([(args, Doubled()(*args))], tmp_path / "cases.pt")
     done = python(PLAIN, str(file), str(tmp_path / "cases.pt"))
     assert done.returncode == 0, done.stderr
@@ -55,7 +57,7 @@ def test_pytorch_alone_runs_a_package_with_triton_kernels(
         gpu_model, args, config={"provider": "triton", "dynamic": dynamic, "require_match": 2}
     )
     target = Target.detect("cuda").name
-    metadata = dsa_compile.package(program, file, target=target)
+    metadata = dsa_compile.package(program, file, target=target, inductor_configs=QUICK)
     assert metadata == read_metadata(file)
     assert metadata.target == target and metadata.triton is not None
     assert metadata.ops == () and metadata.libraries == ()
@@ -71,7 +73,7 @@ def test_other_sizes_are_served_or_refused_and_never_wrong(
     """What the kernels' host code took for granted about sizes is a condition of the package."""
     args, file = on_gpu(inputs(rows=33, positions=259)), tmp_path / "model.pt2"
     program = dsa_compile.export(gpu_model, args, config={"provider": "triton", "require_match": 2})
-    dsa_compile.package(program, file)
+    dsa_compile.package(program, file, inductor_configs=QUICK)
     run = dsa_compile.load(file)
     assert_same(run(*args), gpu_model(*args))
     served = 0
@@ -105,6 +107,6 @@ def test_the_cpu_form_of_a_reference_program_runs_on_a_gpu_too(
     program = dsa_compile.export(
         gpu_model, args, config={"provider": "reference", "dynamic": False, "require_match": 2}
     )
-    metadata = dsa_compile.package(program, file)
+    metadata = dsa_compile.package(program, file, inductor_configs=QUICK)
     assert metadata.ops == ()
     assert_same(dsa_compile.load(file)(*args), gpu_model(*args))

@@ -113,6 +113,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "dense-one-row": lambda: dense(torch.bfloat16, 32, 128, 1),
     "topk-split": lambda: topk(torch.bfloat16, 1, 65536, 64, False),
     "topk": lambda: topk(torch.float32, 2048, 16384, 512, True),
+    "topk-wide": lambda: topk(torch.float32, 2048, 131072, 2048, True),
     "choice-sparse": lambda: choice(torch.bfloat16, 131072),
     "choice-dense": lambda: choice(torch.bfloat16, 16384),
     "remap": remap,

@@ -63,6 +63,7 @@ class Reader:
 def _bounds(tools: Any) -> None:
     """Rows that begin and end anywhere, which the calls of ``compile_ptx`` do not have."""
     from dsa_compile.kernels.triton_expand import candidate_expand
+    from dsa_compile.kernels.triton_groups import group_maxima
     from dsa_compile.kernels.triton_indexer import indexer_publish
     from dsa_compile.kernels.triton_remap import topk_remap
     from dsa_compile.kernels.triton_topk import topk_positions
@@ -75,6 +76,7 @@ def _bounds(tools: Any) -> None:
     scores = torch.empty(1, 64, 4096, device="meta")
     sizes: dict[str, Any] = {"num_positions": 65536, "sparse_block": 8, "anchored": True}
     topk_positions(scores, start, blocks, start, topk=256, **sizes)
+    group_maxima(torch.empty(1, 64, 40000, device="meta"), 1024, start, start)
     topk_remap(scores[..., :32], blocks[..., :32], blocks, start, **sizes)
     q, k, weights = tools.scores(torch.bfloat16, 64, 32, 40000, 128)
     rows = {"row_start": start, "row_end": start}

@@ -14,10 +14,11 @@ import pytest
 CALLS = {
     "sm_80": "choice-dense dense-bfloat16 remap expand sparse-bfloat16 sparse-float32",
     "sm_89": "sparse-fp8 dense-fp8 dense-one-row",
-    "sm_90": "choice-sparse choice-dense topk remap expand sparse-bfloat16 sparse-float16-options "
-    "sparse-fp8 sparse-largest sparse-float32 dense-bfloat16 dense-fp8 dense-one-row",
+    "sm_90": "choice-sparse choice-dense topk topk-wide remap expand sparse-bfloat16 "
+    "sparse-float16-options sparse-fp8 sparse-largest sparse-float32 dense-bfloat16 dense-fp8 "
+    "dense-one-row",
     "sm_100": "dense-fp8 remap expand sparse-fp8",
-    "sm_120": "dense-fp8 remap expand sparse-largest",
+    "sm_120": "dense-fp8 topk-wide remap expand sparse-largest",
 }
 EVERY = {"sparse_kernel", "dense_scores", "select", "finish", "remap_kernel", "expand_kernel"}
 
@@ -46,6 +47,8 @@ def test_kernels_compile(arch: str, tmp_path: Path) -> None:
 
 def check(arch: str, kernel: dict[str, Any]) -> None:
     """Matrix instructions of the right kind, and 16-byte asynchronous copies of keys."""
+    if kernel["kernel"] == "group_kernel":
+        assert kernel["wide_loads"] > 0, kernel
     if kernel["kernel"] == "select":
         # More would mean that scores move between threads: see ``_places``.
         assert kernel["shared"] <= 16384, kernel

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsa_compile.kernels.triton_groups import group_maxima
 from dsa_compile.kernels.triton_remap import topk_remap
 from dsa_compile.kernels.triton_topk import Split, select_rows, topk, topk_positions
 
@@ -64,6 +65,37 @@ def test_rows_wider_than_registers(ties: bool, split: Split | None, device: str)
     x = torch.randn(1, 1, 40_000)
     x = (2 * x).round() if ties else x
     check(x, torch.tensor([[39_999]]), 40, device, split=split)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bounds", [True, False])
+def test_maxima_of_groups(bounds: bool, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(1, 2, 10_007, device=device).to(dtype)
+    x[0, 1, ::5] = torch.nan
+    starts = torch.tensor([[777, 9000]], device=device) if bounds else None
+    ends = torch.tensor([[10_007, 9003]], device=device) if bounds else None
+    got = group_maxima(x, 2048, starts, ends)
+    column = torch.arange(10_240, device=device)
+    seen = column < 10_007
+    if starts is not None and ends is not None:
+        seen = (column >= starts[..., None]) & (column < ends[..., None])
+    wide = torch.full((1, 2, 10_240), -torch.inf, device=device)
+    wide[..., :10_007] = x.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    want = wide.masked_fill(~seen, -torch.inf).view(2, 5, 2048).amax(1)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "nan", "few"])
+def test_whole_rows_wider_than_registers(kind: str, device: str) -> None:
+    """Rows enough to leave each to one program, which has the maxima of groups found first."""
+    x, end = torch.randn(1, 2, 20_011), torch.tensor([[20_011, 19_000]])
+    if kind == "ties":
+        x = (2 * x).round()
+    elif kind == "nan":
+        x[..., ::3] = torch.nan
+    elif kind == "few":
+        end = torch.tensor([[3, 0]])
+    check(x, end, 40, device, split=Split(1, 20_016))
 
 
 def test_clustered_scores(device: str) -> None:

@@ -19,6 +19,7 @@ WRITTEN = {
     "expand_kernel": {"flags", "blocks", "end"},
     "finish": {"survivors", "values", "index"},
     "flags_kernel": {"words"},
+    "group_kernel": {"out"},
     "remap_kernel": {"out", "index", "scratch"},
     "select": {"survivors"},
 }

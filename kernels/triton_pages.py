@@ -1,0 +1,53 @@
+"""Where the keys of a row's columns lie: their positions, and the pages that hold those."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quotient(x, DIVISOR: tl.constexpr):
+    """Quotient of int32 that are not negative; unsigned division by a power of two is a shift."""
+    return (x.to(tl.uint32, bitcast=True) // DIVISOR).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def remainder(x, DIVISOR: tl.constexpr):
+    return (x.to(tl.uint32, bitcast=True) % DIVISOR).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def block_ids(line, column, valid, blocks_n, SPARSE_BLOCK: tl.constexpr):
+    """Block ids of columns."""
+    at = line + quotient(column, SPARSE_BLOCK).to(tl.int64) * blocks_n
+    return tl.load(at, mask=column < valid, other=-1)
+
+
+@triton.jit
+def column_positions(block, column, shift, past, SPARSE: tl.constexpr, SPARSE_BLOCK: tl.constexpr):
+    """Positions [int32] of columns; junk ids are one block past the context."""
+    if SPARSE:
+        if block.dtype == tl.int64:
+            block = tl.minimum(tl.maximum(block, -1), 2147483647)
+        # Negative ids are large ones.
+        id32 = block.to(tl.int32).to(tl.uint32, bitcast=True)
+        id32 = tl.minimum(id32, past).to(tl.int32, bitcast=True)
+        return id32 * SPARSE_BLOCK + remainder(column, SPARSE_BLOCK) + shift
+    return column
+
+
+@triton.jit
+def position_pages(
+    table, position, seen, columns, table_p, PAGED: tl.constexpr, PAGE: tl.constexpr
+):
+    """The page [int32] of each position, negative where it is in none."""
+    if PAGED:
+        # Positions that are not seen may be anything.
+        block = quotient(position, PAGE)
+        inside = seen & (block < columns)
+        page = tl.load(table + block.to(tl.int64) * table_p, mask=inside, other=-1)
+        if page.dtype == tl.int64:
+            page = tl.minimum(tl.maximum(page, -1), 2147483647)
+        return page.to(tl.int32)
+    return tl.where(seen, 0, -1)
