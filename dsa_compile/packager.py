@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsa_compile.errors import Need, PackageError, ProviderError
+from dsa_compile.host_compiler import compiler_needs
 from dsa_compile.package_metadata import (
     FILE,
     KEY,
@@ -116,21 +117,6 @@ def device_of_program(program: ExportedProgram) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _compiler_needs() -> list[Need]:
-    """What AOTInductor lacks here for the code of the host."""
-    from torch._inductor import config
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        tried = ", ".join(str(name) for name in config.cpp.cxx if name)
-        mend = "install g++, or name a compiler in the environment variable CXX"
-        return [Need(f"no C++ compiler works here (tried {tried})", mend)]
-    return []
-
-
 def _target_of(program: ExportedProgram, name: str | None) -> Target:
     """The target of a program's device, which the asked one must be.
 
@@ -140,7 +126,7 @@ def _target_of(program: ExportedProgram, name: str | None) -> Target:
     """
     asked = None if name is None else Target(name)
     device = device_of_program(program)
-    needs = _compiler_needs()
+    needs = compiler_needs()
     if device.type == "cuda" and not torch.cuda.is_available():
         needs.append(
             Need(

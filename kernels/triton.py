@@ -49,6 +49,7 @@ from .triton_dense import dense_scores
 from .triton_expand import candidate_expand, expand_kernel
 from .triton_finish import finish
 from .triton_flags import flags_kernel
+from .triton_groups import group_kernel
 from .triton_indexer import indexer_block_max, indexer_publish, indexer_select
 from .triton_maxima import block_max_kernel
 from .triton_remap import remap_kernel, topk_remap
@@ -97,6 +98,7 @@ JIT_KERNELS = (
     expand_kernel,
     finish,
     flags_kernel,
+    group_kernel,
     remap_kernel,
     select,
     sparse_kernel,
