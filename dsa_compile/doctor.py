@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsa_compile.config import PROVIDERS
 from dsa_compile.errors import Need
+from dsa_compile.host_compiler import compiler_needs
 from dsa_compile.target import PACKAGES, Target
 
 if TYPE_CHECKING:
@@ -16,19 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Examination:
-    """A target and what each provider lacks on it (nothing: it is ready)."""
+    """A target, what each provider lacks on it, and what packages lack on this machine.
+
+    Where nothing is lacking, a provider or the compiler of packages is ready.
+    """
 
     target: Target
     needs: dict[str, tuple[Need, ...]]
+    compiler: tuple[Need, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: target, device, packages, and the needs of each provider."""
+        """Plain data: target, device, packages, the needs of each provider and of packaging."""
         providers = {name: [asdict(n) for n in needs] for name, needs in self.needs.items()}
         return {
             "target": self.target.name,
             "device": self.target.device,
             "packages": {name: self.target.packages.get(name) for name in PACKAGES},
             "providers": providers,
+            "packaging": [asdict(need) for need in self.compiler],
         }
 
     def to_json(self) -> str:
@@ -46,7 +52,8 @@ class Examination:
             packages.add_row(name, self.target.packages.get(name, "not installed"))
         yield packages
         table = plain_table(("provider", "state", "mend"), ("state", "mend"), ())
-        for name, needs in self.needs.items():
+        packaging = {"C++ compiler of packages": self.compiler}
+        for name, needs in {**self.needs, **packaging}.items():
             if not needs:
                 table.add_row(name, Text("ready", style="green"), "")
             for at, need in enumerate(needs):
@@ -62,4 +69,5 @@ def examine(target: str | None = None) -> Examination:
     """
     chosen = Target.detect() if target is None else Target(target)
     names = [name for name in PROVIDERS if name != "auto"]
-    return Examination(chosen, {name: chosen.needs(name) for name in names})
+    needs = {name: chosen.needs(name) for name in names}
+    return Examination(chosen, needs, tuple(compiler_needs()))
