@@ -181,14 +181,9 @@ def provider_for(config: Config, held: frozenset[str], device: torch.device) -> 
                     f"move it with model.to({min(served)!r}), or ask for provider='reference'",
                 )
             )
-    if wanted in _DEEP:
-        needs.append(
-            Need(
-                f"the kernels of {wanted!r} take fp8 queries and keys in layouts that no model is "
-                "lowered to in this version",
-                "call torch.ops.dsa_deep on fp8 tensors, or ask for provider='triton'",
-            )
-        )
+    if wanted in _DEEP and "cuda" in held:
+        around = "; it runs what DeepGEMM and DeepSelect have no kernels for"
+        needs += [Need(need.what + around, need.mend) for need in target.needs("triton")]
     capability = target.capability
     if wanted == "triton" and config.precision == "fp8" and capability and capability < (8, 9):
         needs.append(

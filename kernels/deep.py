@@ -1,10 +1,11 @@
 """The SM100 provider ``torch.ops.dsa_deep.*``: DeepGEMM scores and DeepSelect's top-k.
 
-The ops have the schemas of the canonical ones, and there is one more: ``topk_positions``, which is
-``topk`` and ``topk_remap``. Queries and keys are float8_e4m3fn; a query scale is folded into the
-head weights, which powers of two leave exact. Candidate ids are expanded and mapped by plain
-PyTorch. Importing registers the ops and needs neither package; a call needs both, and
-``deep_gemm.needs`` and ``deep_select.needs`` say beforehand what is missing.
+The ops have the schemas of the canonical ones, and there are two more: ``topk_positions``, which is
+``topk`` and ``topk_remap``, and ``mxfp4_sparse_mqa_logits`` of packed operands. Queries and keys
+are float8_e4m3fn; a query scale is folded into the head weights, which powers of two leave exact.
+Candidate ids are expanded and mapped by plain PyTorch. Importing registers the ops and needs no
+package; a call needs both, and ``deep_gemm.needs`` and ``deep_select.needs`` say beforehand what is
+missing.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from .reference import fill_value, pin_newest_block, row_range, visible_position
 from .register import _autograd
 from .results import RESULTS, Results
 from .schemas import SCHEMAS
+from .serving_results import SERVING_RESULTS
+from .serving_schemas import SERVING_SCHEMAS
 
 NAMESPACE = "dsa_deep"
+_PACKED = "mxfp4_sparse_mqa_logits"
 
 TOPK_POSITIONS = (
     "(Tensor logits, Tensor end, Tensor blocks, Tensor? row_start=None, *, SymInt topk, "
@@ -180,6 +184,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "candidate_expand": reference_sparse.candidate_expand,
     "candidate_columns": reference_sparse.candidate_columns,
     "sparse_mqa_logits": deep_gemm.sparse_mqa_logits,
+    _PACKED: deep_gemm.mxfp4_sparse_mqa_logits,
     "topk": deep_select.topk,
     "topk_remap": deep_select.topk_remap,
     "topk_positions": deep_select.topk_positions,
@@ -196,6 +201,8 @@ def _known_to_checks(tensor: Tensor) -> Tensor:
 
 def _check(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Results:
     """Shape and dtype of an op's results; raises for arguments that no kernel takes."""
+    if name == _PACKED:
+        return SERVING_RESULTS[name](*args, **kwargs)
     if name.startswith(("indexer", "sparse")):
         q, k, *rest = args
         if (q.dtype, k.dtype) != (FP8, FP8):
@@ -238,7 +245,8 @@ def _checked(name: str) -> Callable[..., Any]:
 
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
-    for name, schema in {**SCHEMAS, "topk_positions": TOPK_POSITIONS}.items():
+    more = {"topk_positions": TOPK_POSITIONS, _PACKED: SERVING_SCHEMAS[_PACKED]}
+    for name, schema in {**SCHEMAS, **more}.items():
         full = f"{NAMESPACE}::{name}"
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         op = getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -9,6 +9,8 @@ dense one in ``deep_dense``, schedules that layers share in ``deep_plan``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from .deep_package import DeepGemm, find, needs, require
 from .deep_plan import SparsePlan, check_call, plan_sparse, request_of, score_plan
 from .reference import NEG_INF, row_range
 
-__all__ = ["find", "needs", "sparse_mqa_logits", "warm_up"]
+__all__ = ["find", "mxfp4_sparse_mqa_logits", "needs", "sparse_mqa_logits", "warm_up"]
 
 
 def _key_scale_at(key_scale: Tensor, start: Tensor, sparse_block: int) -> Tensor:
@@ -140,6 +142,50 @@ def sparse_mqa_logits(
         below = (low[..., None] - start)[..., None]
         out = out.masked_fill_((inner < below).flatten(-2), NEG_INF)
     return out if mask is None else out.masked_fill_(~mask, NEG_INF)
+
+
+def mxfp4_sparse_mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    blocks: Tensor,
+    end: Tensor,
+    *,
+    sparse_block: int,
+    q_scale: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Scores of candidate columns of packed keys; see ``dsa::mxfp4_sparse_mqa_logits``.
+
+    Args:
+        q: packed like the keys, with ``q_scale``.
+        options: further ones of :func:`sparse_mqa_logits`.
+
+    Raises:
+        TypeError: ``q`` is not packed.
+    """
+    if q.dtype != torch.uint8 or q_scale is None:
+        raise TypeError(
+            f"mxfp4_sparse_mqa_logits: q must be packed like the keys, got {q.dtype}; DeepGEMM "
+            "multiplies operands of one format"
+        )
+    # DeepGEMM's own types: two values an int8, the four scales of a vector an int32.
+    (values, keys), (scales, key_scales) = (
+        tuple(t.contiguous().view(kind) for t in pair)
+        for pair, kind in (((q, k), torch.int8), ((q_scale, k_scale), torch.int32))
+    )
+    return sparse_mqa_logits(
+        values,
+        keys,
+        weights,
+        blocks,
+        end,
+        sparse_block=sparse_block,
+        q_scale=scales.squeeze(-1),
+        key_scale=key_scales.squeeze(-1),
+        **options,
+    )
 
 
 def warm_up(device: torch.device | str, package: DeepGemm | None = None) -> None:

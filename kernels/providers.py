@@ -23,6 +23,7 @@ _DEEP = {
     "indexer_block_max": "DeepGEMM zeroes a workspace at its first call on a stream",
     "sparse_mqa_logits": "DeepGEMM makes its schedule outside a capture",
 }
+_DEEP["mxfp4_sparse_mqa_logits"] = _DEEP["sparse_mqa_logits"]
 _UNCAPTURABLE = {"deepgemm": _DEEP, "deepselect": _DEEP}
 _LATE = {"triton": "triton", "deepgemm": "deep", "deepselect": "deep"}
 
@@ -42,8 +43,20 @@ def load(provider: str) -> str:
     return NAMESPACES[provider]
 
 
+def serving_provider(provider: str) -> str:
+    """Who runs the ops around the scores (queries, key caches, pages) for a provider.
+
+    DeepGEMM and DeepSelect have none of them: our own kernels run on the same GPU.
+    """
+    if NAMESPACES.get(provider) != "dsa_deep":
+        return provider
+    return "triton" if torch.cuda.is_available() else "cpu"
+
+
 def reads_fp8(provider: str) -> bool:
     """Whether a provider's scorers take fp8 queries and keys as they are."""
+    if NAMESPACES.get(provider) == "dsa_deep":
+        return True
     if provider != "triton":
         return False
     # Without a GPU the kernels run in Triton's interpreter, or are compiled for another machine.

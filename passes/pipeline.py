@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dsa_compile.passes import (
+    check_kernels,
     choose_dense,
     enter_adapters,
     expand_candidates,
@@ -50,6 +51,7 @@ STAGES = (
     select_kernels,
     feed_quantised,
     fuse_remap,
+    check_kernels,
     choose_dense,
     insert_graph_breaks,
 )
@@ -116,7 +118,7 @@ def run_pipeline(
     Args:
         graph_module: functional ATen graph whose nodes carry ``meta["val"]``; left unchanged.
         options: how indexers are proven.
-        provider: ``"cpu"``, ``"reference"`` or ``"triton"``.
+        provider: ``"cpu"``, ``"reference"``, ``"triton"``, ``"deepgemm"`` or ``"deepselect"``.
         crossover: where the target begins to win by scoring candidates alone; None: always.
         uncapturable: ops that no CUDA graph may capture, and why, besides those that say so
             themselves.

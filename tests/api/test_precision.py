@@ -15,7 +15,6 @@ from dsa_compile import Config, ProviderError
 from dsa_compile.capture import export_graph
 from dsa_compile.pass_runner import PassSettings, run_passes
 from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
-from dsa_compile.target import provider_for
 
 HEADS, HIDDEN, BLOCK, BLOCKS, TOPK = 16, 24, 8, 3, 6
 
@@ -204,16 +203,6 @@ def test_a_head_dim_that_does_not_fit_is_one_error(precision: str, dim: int, wan
         run_passes(export_graph(model, (hidden(29),), dynamic=False), settings)
     for need in caught.value.needs:
         assert f"head dim of {dim}" in need.what and "precision='preserve'" in need.mend
-
-
-@pytest.mark.parametrize("provider", ["deepgemm", "deepselect"])
-def test_providers_that_cannot_say_so_when_compiling(provider: str) -> None:
-    with pytest.raises(ProviderError, match="lowered to") as caught:
-        provider_for(Config(provider=provider, precision="fp8"), frozenset({"cpu"}), CPU)
-    assert any("provider='triton'" in need.mend for need in caught.value.needs)
-
-
-CPU = torch.device("cpu")
 
 
 def test_triton_reads_fp8_operands_as_they_are() -> None:

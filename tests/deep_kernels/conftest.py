@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dsa_compile.kernels import deep_package
+from dsa_compile.kernels import deep_dense, deep_package, deep_select
 from dsa_compile.kernels.deep_binding import Package
 from dsa_compile.kernels.deep_package import DeepGemm, bind_gemm
 
@@ -55,3 +55,14 @@ def follow(strict: StrictDeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:
 def gemm(process: StrictDeepGemm) -> DeepGemm:
     """The process bound by its Python functions."""
     return bind_gemm(Package("deep_gemm", process.release, (process.module(),)))
+
+
+@pytest.fixture
+def installed(process: StrictDeepGemm, gemm: DeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both packages, as if they were installed on an SM100 machine."""
+    from .test_select import StrictDeepSelect, bind
+
+    select = bind(StrictDeepSelect())
+    monkeypatch.setattr(deep_package, "find", lambda: gemm)
+    monkeypatch.setattr(deep_select, "find", lambda: select)
+    monkeypatch.setattr(deep_dense, "_capability", lambda device: process.capability)

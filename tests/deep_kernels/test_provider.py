@@ -7,21 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from dsa_compile.kernels import deep, deep_dense, deep_package, deep_select
-from dsa_compile.kernels.deep_package import DeepGemm
+from dsa_compile.kernels import deep
 
 from .cases import quantized, random_ids
 from .strict_deep_gemm import FP8, StrictDeepGemm
-from .test_select import StrictDeepSelect, bind
 
-
-@pytest.fixture(autouse=True)
-def installed(process: StrictDeepGemm, gemm: DeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both packages, as if they were installed on an SM100 machine."""
-    select = bind(StrictDeepSelect())
-    monkeypatch.setattr(deep_package, "find", lambda: gemm)
-    monkeypatch.setattr(deep_select, "find", lambda: select)
-    monkeypatch.setattr(deep_dense, "_capability", lambda device: process.capability)
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 def operands(seed: int, positions: int = 90) -> tuple[torch.Tensor, ...]:
@@ -53,6 +44,28 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 def wide(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(t.float().double() for t in tensors)
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> tuple[Any, Any]:
+    """Queries and keys in MXFP4: values and scales."""
+    query = torch.ops.dsa.fused_indexer_q(q.float(), weights.float(), quant="mxfp4")
+    values, scales = torch.ops.dsa.indexer_k_quant(k.float().flatten(0, 1), quant="mxfp4")
+    return query[:3], tuple(t.unflatten(0, k.shape[:2]) for t in (values, scales))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_packed_operands(seed: int) -> None:
+    """What the reference says of the same bytes."""
+    q, k, weights = operands(seed)
+    (values, q_scale, _), (keys, k_scale) = packed(q, k, weights)
+    blocks = torch.tensor([0, 3, 7, 9], dtype=torch.int32).expand(2, 3, 4).contiguous()
+    end = torch.tensor([[32, 24, 0]]).expand(2, 3).contiguous()
+    args = (values, keys, k_scale, weights, blocks, end)
+    kwargs = {"sparse_block": 8, "q_scale": q_scale}
+    got = torch.ops.dsa_deep.mxfp4_sparse_mqa_logits(*args, **kwargs)
+    assert same(got, torch.ops.dsa.mxfp4_sparse_mqa_logits(*args, **kwargs))
+    with pytest.raises(TypeError, match="packed like the keys"):
+        torch.ops.dsa_deep.mxfp4_sparse_mqa_logits(q.float(), *args[1:], sparse_block=8)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -119,6 +132,7 @@ def test_opcheck(name: str) -> None:
     sizes = {"num_positions": 90, "sparse_block": 8}
     logits = torch.randn(2, 3, 24)
     values, columns = torch.ops.dsa.topk(logits, end, topk=5)
+    (q4, q_scale, _), (k4, k_scale) = packed(q, k, weights)
     calls: dict[str, Any] = {
         "indexer_select": ((q, k, weights), {"topk": 5}),
         "indexer_publish": ((q, k, weights), {"topk": 5, "num_blocks": 3, "block_size": 8}),
@@ -126,6 +140,10 @@ def test_opcheck(name: str) -> None:
         "candidate_expand": ((blocks,), {"block_size": 8, **sizes}),
         "candidate_columns": ((blocks,), sizes),
         "sparse_mqa_logits": ((q, k, weights, blocks, end), {"sparse_block": 8}),
+        "mxfp4_sparse_mqa_logits": (
+            (q4, k4, k_scale, weights, blocks, end),
+            {"sparse_block": 8, "q_scale": q_scale},
+        ),
         "topk": ((logits, end), {"topk": 5}),
         "topk_remap": ((values, columns, blocks), sizes),
         "topk_positions": ((logits, end, blocks), {"topk": 5, **sizes}),
