@@ -195,7 +195,6 @@ def widen_relative_fast(packed, step):
         """
         {
         .reg .b32 small, large, some, other, first, second;
-        .reg .b64 wide;
         mad.lo.u32 small, $3, 0x04040400, 0x0A080400;
         mad.lo.u32 large, $3, 0x04040404, 0x12100E0C;
         and.b32 some, $2, 0x77777777;

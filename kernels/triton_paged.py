@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_expand import row_bound
+from .triton_expand import row_bound, within
 from .triton_mxfp4 import largest_byte, scale_step, ue8m0, widen, widen_relative_fast
 from .triton_nibbles import in_order, query_nibbles
 from .triton_pages import block_ids, column_positions, position_pages, remainder
@@ -141,7 +141,11 @@ def stored_kernel(
     batch, row = (program // rows).to(tl.int64), (program % rows).to(tl.int64)
     total = tl.cast(positions, tl.int64)
     low = row_bound(starts, batch, row, starts_b, starts_s, total, HAS_START, total * 0)
-    high = row_bound(ends, batch, row, ends_b, ends_s, total, HAS_END, total).to(tl.int32)
+    # Read here, not by ``row_bound``: where the last scores are written depends on it.
+    high = total
+    if HAS_END:
+        high = within(tl.load(ends + batch * ends_b + row * ends_s), total)
+    high = high.to(tl.int32)
     shift = (low % SPARSE_BLOCK if ANCHORED else low * 0).to(tl.int32)
     low = low.to(tl.int32)
     owner = batch

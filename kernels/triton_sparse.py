@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .triton_scores import sparse_kernel
 from .triton_tiles import Tiles, choose_tiles, columns_a_program
@@ -15,6 +16,7 @@ from .triton_tools import (
     cap_registers,
     capability,
     interpreted,
+    like_hopper,
     power_of_two,
     require,
     result,
@@ -59,6 +61,16 @@ def scorer_tiles(q: Tensor, k: Tensor) -> Tiles:
     shape = padded(q.shape[2], q.shape[3])
     memory = shared_memory(q.device.index)
     return choose_tiles(*shape, product_dtype(q.dtype, k.dtype), memory)
+
+
+def _register_cap(tiles: Tiles, k: Tensor, padded_dim: int) -> dict[str, int]:
+    """The cap of ``tiles`` where keys are copied 16 bytes at a time; other copies need more."""
+    step = statically_known_true(k.stride(1) * k.dtype.itemsize % 16 == 0)
+    wide = step and statically_known_true(k.stride(2) == 1)
+    full = isinstance(k.shape[2], int) and k.shape[2] == padded_dim
+    if tiles.registers is None or not (wide and full and like_hopper(k.device.index)):
+        return {}
+    return cap_registers(tiles.registers)
 
 
 def check_operands(op: str, q: Tensor, k: Tensor, weights: Tensor, *rest: Tensor | None) -> None:
@@ -123,6 +135,8 @@ def sparse_mqa_logits(
     batch, rows, heads, dim = q.shape
     width = blocks.shape[2] * sparse_block
     out = result(out, op, q, (batch, rows, width), out_dtype)
+    if maxima is not None and out.dtype != torch.float32:
+        raise TypeError(f"{op}: maxima are those of fp32 scores, and out is {out.dtype}")
     if isinstance(out.numel(), int) and out.numel() == 0:
         return out
     if isinstance(k.shape[1], int) and k.shape[1] == 0:
@@ -209,6 +223,6 @@ def sparse_mqa_logits(
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **(cap_registers(tiles.registers) if tiles.registers else {}),
+        **_register_cap(tiles, k, padded_dim),
     )
     return out

@@ -27,6 +27,7 @@ from .triton_tools import (
     by_row,
     capability,
     interpreted,
+    like_hopper,
     power_of_two,
     processors,
     require,
@@ -115,15 +116,19 @@ def operands_by_lane(index: int | None) -> bool:
 
 
 def mxfp4_tiles(
-    heads: int, dim: int, dtype: torch.dtype, memory: int, narrow: bool = False
+    heads: int, dim: int, dtype: torch.dtype, memory: int, deep: bool = False
 ) -> Tiles:
-    """Tile sizes for padded ``heads`` and ``dim``; ``narrow``: keys become e5m2."""
+    """Tile sizes for padded ``heads`` and ``dim``.
+
+    Args:
+        deep: keys become e5m2, on a GPU where a third stage costs no program.
+    """
     if dtype == torch.float32:
         return Tiles(32 if heads * dim <= 4096 else 16, 4, 1)
     tile = 128 if heads <= 64 and dim <= 128 else 64
     while (tile + heads) * dim * 2 + 2 * tile * dim > memory - 8192 and tile > 32:
         tile //= 2
-    return Tiles(tile, 4, 3 if narrow else 2)
+    return Tiles(tile, 4, 3 if deep else 2)
 
 
 def _columns_a_program(rows: Size, width: Size, tile: int, device: int | None) -> Size:
@@ -189,7 +194,8 @@ def launch(
     narrow = narrow_type(q, keys, dim) if mxfp4 else None
     if tiles is None:
         shape = (padded_heads, padded_dim, dtype, shared_memory(q.device.index))
-        tiles = mxfp4_tiles(*shape, narrow is not None) if mxfp4 else choose_tiles(*shape)
+        deep = narrow is not None and like_hopper(q.device.index)
+        tiles = mxfp4_tiles(*shape, deep) if mxfp4 else choose_tiles(*shape)
     run = _columns_a_program(batch * rows, width, tiles.tile, q.device.index)
     table = q if block_table is None else block_table
     own, own_b, own_s = by_row(requests, batch, rows, end)

@@ -104,6 +104,14 @@ def capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index or 0)
 
 
+def like_hopper(index: int | None) -> bool:
+    """Whether what was measured on an H200 of programs on a multiprocessor is taken over.
+
+    GPUs of sm_89 and sm_120 have less shared memory, and their products other registers.
+    """
+    return not torch.cuda.is_available() or capability(index)[0] in (9, 10)
+
+
 def by_row(tensor: Tensor | None, batch: Size, rows: Size, stand_in: Tensor) -> tuple[Any, ...]:
     """Pointer and row strides of an argument [B|1, S|1, ...]; ``stand_in`` where there is none.
 

@@ -2,7 +2,7 @@
 
     python find_writes.py topk remap ...    -> one JSON object a launch of these calls
 
-See ``compile_ptx``, whose calls these are, with ``bounds`` for one more.
+See ``compile_ptx``, whose calls these are, with ``bounds`` and ``stored`` for two more.
 """
 
 from __future__ import annotations
@@ -83,6 +83,23 @@ def _bounds(tools: Any) -> None:
     indexer_publish(q, k, weights, topk=1024, num_blocks=64, block_size=8, **rows)
 
 
+def _stored() -> None:
+    """Keys where they lie: all positions of pages, and candidate columns of packed keys."""
+    from dsa_compile.kernels.triton_stored_ops import mxfp4_sparse_mqa_logits, paged_mqa_logits
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    q, w = meta(4, 2, 32, 128, dtype=torch.bfloat16), meta(4, 2, 32, dtype=torch.float32)
+    row, table = meta(4, 2, dtype=torch.int32), meta(4, 16, dtype=torch.int32)
+    cache = meta(99, 64, 132, dtype=torch.uint8)
+    paged_mqa_logits(q, cache, w, row[:, :1], table, num_positions=1024, requests=row)
+    k, k_scale = (meta(1, 1024, n, dtype=torch.uint8) for n in (64, 4))
+    blocks = meta(4, 2, 64, dtype=torch.int32)
+    rows: dict[str, Any] = {"row_start": row, "row_end": row, "anchored": True}
+    mxfp4_sparse_mqa_logits(q, k, k_scale, w, blocks, row, sparse_block=8, **rows)
+
+
 def main(labels: list[str]) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -95,7 +112,7 @@ def main(labels: list[str]) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("dsa_compile.kernels.triton_") and hasattr(module, "wrap_triton"):
             module.wrap_triton = Reader  # type: ignore[attr-defined]
-    calls = {**tools.CALLS, "bounds": lambda: _bounds(tools)}
+    calls = {**tools.CALLS, "bounds": lambda: _bounds(tools), "stored": _stored}
     for label in labels:
         calls[label]()
 

@@ -10,6 +10,7 @@ import torch
 
 import dsa_compile.kernels.triton  # noqa: F401 (registers the ops)
 from dsa_compile.kernels import triton_choice
+from dsa_compile.kernels.triton_sparse import sparse_mqa_logits
 from dsa_compile.kernels.triton_tiles import columns_for_maxima
 
 
@@ -124,3 +125,15 @@ def test_the_scorers_maxima_cut_nothing_off(nan: bool, device: str) -> None:
     )
     assert torch.equal(got[0].nan_to_num(9e9), want[0].nan_to_num(9e9))
     assert torch.equal(got[1], want[1])
+
+
+def test_maxima_are_those_of_what_is_written(device: str) -> None:
+    """Of rounded scores they would be no bar."""
+    q, k, w = (torch.randn(1, 2, *rest, device=device) for rest in ((4, 32), (32,), (4,)))
+    blocks = torch.zeros(1, 2, 1, dtype=torch.int32, device=device)
+    end = torch.full((1, 2), 2, device=device)
+    maxima = torch.empty(2, 128, device=device)
+    with pytest.raises(TypeError, match="maxima are those of fp32 scores"):
+        sparse_mqa_logits(
+            q, k, w, blocks, end, sparse_block=2, out_dtype=torch.bfloat16, maxima=maxima
+        )

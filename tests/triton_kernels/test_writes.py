@@ -22,10 +22,11 @@ WRITTEN = {
     "group_kernel": {"out"},
     "remap_kernel": {"out", "index", "scratch"},
     "select": {"survivors"},
+    "stored_kernel": {"out"},
 }
 # Each with and without bounds, split rows, kept maxima, and columns that become positions.
 CALLS = "sparse-bfloat16 sparse-float16-options dense-bfloat16 topk-split topk choice-sparse "
-CALLS += "choice-dense remap expand bounds"
+CALLS += "choice-dense remap expand bounds stored"
 
 
 def test_only_results_are_written_to() -> None:
