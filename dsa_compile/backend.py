@@ -54,10 +54,10 @@ def dsa(
     settings = PassSettings.of(config, *devices_of(example_inputs))
     indexers = IndexerPass(config, settings)
     patches = {**mode_options(mode), **hook_options(indexers)}
-    key = None
-    if compile_caches.enabled():
+    key, identity = None, indexers.uuid()
+    if compile_caches.enabled() and identity is not None:
         recorded = _recorded(graph_module, example_inputs)
-        key = compile_caches.graph_key(graph_module, recorded, indexers.uuid())
+        key = compile_caches.graph_key(graph_module, recorded, identity)
     # Inductor owns the graph from here on.
     spare = _copied(graph_module)
     compiled: Any = compile_fx(graph_module, list(example_inputs), config_patches=patches)
@@ -83,11 +83,12 @@ def backend_options(
     Raises:
         ConfigError: an option is unknown, bad, or an argument of ``torch.compile`` itself.
     """
+    named = isinstance(options, Mapping) and "dynamic" in options
     if isinstance(options, Mapping) and "mode" in options:
         options = dict(options)
         mode = options.pop("mode")
     config = as_config(options)
-    if config.dynamic != Config().dynamic:
+    if named or config.dynamic != Config().dynamic:
         raise ConfigError("dynamic is an argument of torch.compile: give it there, not in options")
     return config, mode
 
@@ -103,7 +104,7 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     known = list_mode_options()
     if mode is None or mode == "default":
         return {}
-    if mode not in known:
+    if not isinstance(mode, str) or mode not in known:
         names = ", ".join(map(repr, known))
         raise ConfigError(f"mode must be one of {names}, got {mode!r}{near_miss(mode, known)}")
     return dict(known[mode])

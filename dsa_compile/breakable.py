@@ -14,7 +14,14 @@ from torch import fx
 from dsa_compile.errors import CaptureError, ConfigError, InputError
 from dsa_compile.graph_buffers import RowBuffers
 from dsa_compile.graph_capture import Capture, CudaCapture
-from dsa_compile.graph_pieces import Piece, Program, Rows, find_rows, split_at_marks
+from dsa_compile.graph_pieces import (
+    Piece,
+    Program,
+    Rows,
+    check_inputs,
+    find_rows,
+    split_at_marks,
+)
 
 # Far above rounding, far below what a wrong count of rows does.
 _TOLERANCE = 1e-2
@@ -52,8 +59,9 @@ class BreakableCUDAGraph:
 
     Raises:
         ConfigError: ``buckets`` is empty or holds something else than positive numbers, or fewer
-            rows than the graph serves.
-        CaptureError: the rows cannot be told, or an op writes into its inputs.
+            rows than the graph serves; or another argument is of the wrong type.
+        CaptureError: the rows cannot be told; or an op writes into its inputs, or gives a number
+            or a size that depends on data.
     """
 
     def __init__(
@@ -64,7 +72,13 @@ class BreakableCUDAGraph:
         rows: Mapping[int, int] | None = None,
         capture: Capture | None = None,
     ) -> None:
+        if not isinstance(graph_module, fx.GraphModule):
+            raise ConfigError(
+                f"graph_module must be a GraphModule, got {type(graph_module).__name__}; "
+                "BreakableCUDAGraph runs captured graphs, not models"
+            )
         self._module = graph_module
+        self._inputs = graph_module.graph.find_nodes(op="placeholder")
         self._rows: Rows = find_rows(graph_module, rows)
         self.buckets = _checked(buckets, self._rows.least)
         self._program: Program = split_at_marks(graph_module)
@@ -104,6 +118,7 @@ class BreakableCUDAGraph:
                 "a BreakableCUDAGraph was called inside a capture; it captures by itself: call it "
                 "outside, or the graph module alone inside"
             )
+        check_inputs(self._inputs, inputs)
         count = self._buffers.count(inputs, self.buckets[-1])
         bucket = self.buckets[bisect.bisect_left(self.buckets, count)]
         with torch.no_grad():
@@ -227,18 +242,22 @@ class BreakableCUDAGraph:
 
 
 def _into(made: torch.Tensor, into: torch.Tensor, dim: int | None, number: int) -> torch.Tensor:
+    if not isinstance(into, torch.Tensor):
+        raise InputError(f"out[{number}] must be a tensor or None, got {into!r}")
     space = into
     if dim is not None and into.dim() == made.dim() and into.shape[dim] >= made.shape[dim]:
         space = into.narrow(dim, 0, made.shape[dim])
-    if space.shape != made.shape or space.dtype != made.dtype:
+    if (space.shape, space.dtype, space.device) != (made.shape, made.dtype, made.device):
         raise InputError(
-            f"out[{number}] is {into.dtype} {tuple(into.shape)} and the result is {made.dtype} "
-            f"{tuple(made.shape)}"
+            f"out[{number}] is {into.dtype} {tuple(into.shape)} on {into.device} and the result is "
+            f"{made.dtype} {tuple(made.shape)} on {made.device}"
         )
     return space.copy_(made)
 
 
 def _checked(buckets: Sequence[int], least: int) -> tuple[int, ...]:
+    if not isinstance(buckets, Sequence):
+        raise ConfigError(f"buckets must be a sequence of numbers of rows, got {buckets!r}")
     bad = [b for b in buckets if not isinstance(b, int) or isinstance(b, bool) or b < least]
     if not buckets or bad:
         raise ConfigError(

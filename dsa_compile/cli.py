@@ -172,7 +172,8 @@ def verify(
 @app.command()
 def bench(
     positions: Annotated[
-        list[int], typer.Option(min=2, help="Length of the context; may be given again.")
+        list[int],
+        typer.Option(min=9, help="Length of the context, more than a block; may be given again."),
     ] = [16384, 65536],  # noqa: B006
     rows: Annotated[int, typer.Option(min=1, help="Query rows.")] = 256,
     dtype: Annotated[list[str], typer.Option(help="May be given again.")] = ["float32"],  # noqa: B006
@@ -197,7 +198,9 @@ def bench(
 
 @app.command()
 def demo(
-    positions: Annotated[int, typer.Option(min=2, help="Length of the context.")] = 65536,
+    positions: Annotated[
+        int, typer.Option(min=9, help="Length of the context, more than a block.")
+    ] = 65536,
     rows: Annotated[int, typer.Option(min=1, help="Query rows.")] = 64,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     json: Json = False,

@@ -123,6 +123,16 @@ def enabled() -> bool:
     return bool(config.fx_graph_cache and not config.force_disable_caches)
 
 
+def keeps_failures() -> bool:
+    """Whether a cache keeps the graph that a failed pass left.
+
+    PyTorch's bundled caches ask for ``uuid()`` before the passes run, and never again.
+    """
+    from torch._functorch._aot_autograd.autograd_cache import should_bundle_autograd_cache
+
+    return enabled() and should_bundle_autograd_cache()
+
+
 def store(key: str, report: Report) -> None:
     """Keep a report for the next process that finds its graph in a cache."""
     from torch._inductor.codecache import write_atomic

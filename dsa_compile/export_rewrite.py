@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import fx, nn
 from dsa_compile.config import Config
 from dsa_compile.errors import CaptureError
 from dsa_compile.export_host import composite_decompositions
-from dsa_compile.passes.graph_tools import is_size
+from dsa_compile.passes.graph_tools import SELECTIONS, is_size, op_name
 from dsa_compile.report import Report
 from dsa_compile.session import Session
 from dsa_compile.unlift import settled
@@ -54,8 +54,16 @@ def rewrite(program: Any, config: Config, notes: tuple[str, ...] = ()) -> tuple[
     session = Session(bound, config)
     graph = session.add(bound)
     session.judge({graph.index})
-    report = session.report(notes)
+    report = session.report((*notes, *_unseen(bound)))
     return _with_inputs(plain, graph.result.graph_module, held), report
+
+
+def _unseen(module: fx.GraphModule) -> Iterator[str]:
+    """What is said of selections in the graphs of control flow, where nothing is looked for."""
+    for name, part in module.named_modules():
+        nodes = part.graph.nodes if name and isinstance(part, fx.GraphModule) else ()
+        if found := sum(op_name(node) in SELECTIONS for node in nodes):
+            yield f"not looked at: {found} top-k or sort inside {name}, a branch or body"
 
 
 def _with_attributes(program: Any) -> tuple[fx.GraphModule, dict[str, str]]:
@@ -149,7 +157,10 @@ def _with_inputs(program: Any, done: fx.GraphModule, held: dict[str, str]) -> An
         for spec, node in zip(signature.output_specs, results, strict=True)
     ]
     kept = type(signature)(input_specs=list(signature.input_specs), output_specs=outputs)
-    return program._update(module, kept)
+    with warnings.catch_warnings():
+        # torch's own deprecations, raised while it copies its tree specifications.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        return program._update(module, kept)
 
 
 def _submodule(module: fx.GraphModule, node: fx.Node) -> nn.Module:

@@ -78,6 +78,11 @@ def export(
     else:
         if args is None and kwargs is None:
             raise ConfigError("args: the arguments of a typical call are needed to export a module")
+        if not isinstance(args, (tuple, list, type(None))):
+            raise ConfigError(
+                f"args must be a tuple of positional arguments, got {type(args).__name__}; "
+                "arguments by name are kwargs"
+            )
         original = original_of(model)
         check_mode(original)
         # Before the capture, which takes long.

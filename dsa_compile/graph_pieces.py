@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
-from dsa_compile.errors import CaptureError
+from dsa_compile.errors import CaptureError, ConfigError, InputError
 from dsa_compile.passes.graph_tools import is_size, op_name, value
 from dsa_compile.passes.insert_graph_breaks import MARK, op_label
 from dsa_compile.passes.recognise_ops import attribute
@@ -61,6 +62,7 @@ def split_at_marks(graph_module: fx.GraphModule) -> Program:
 
     Raises:
         CaptureError: an op of the graph writes into its inputs: a capture would repeat that; or
+            it gives a number, or sizes, that the host reads: a capture would keep the first; or
             there is no op.
     """
     from torch.fx.passes.split_module import split_module
@@ -108,6 +110,11 @@ def _parts(graph: fx.Graph) -> dict[fx.Node, int]:
                 f"{op_label(node)} writes into its inputs; a graph that is captured must be "
                 "functional: let the caller carry the writes out"
             )
+        if _is_read_by_host(node):
+            raise CaptureError(
+                f"{op_label(node)} gives a number or a size that depends on data, which a CUDA "
+                "graph would keep from its capture; keep such ops out of the graph"
+            )
         source = node.args[0] if op_name(node) == "getitem" else None
         if isinstance(source, fx.Node) and MARK in source.meta:
             # One of several results belongs to the call that gave them.
@@ -119,6 +126,17 @@ def _parts(graph: fx.Graph) -> dict[fx.Node, int]:
             current, open_part = current + 1, True
         parts[node] = current
     return parts
+
+
+def _is_read_by_host(node: fx.Node) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return any(
+        free_unbacked_symbols(part)
+        for part in pytree.tree_leaves(value(node))
+        if isinstance(part, kinds)
+    )
 
 
 def _listed(outputs: Any) -> tuple[Any, ...]:
@@ -151,8 +169,11 @@ def find_rows(graph_module: fx.GraphModule, rows: Mapping[int, int] | None) -> R
             of its own; None where only one size is symbolic.
 
     Raises:
+        ConfigError: ``rows`` is something else.
         CaptureError: the rows cannot be told; says which sizes are symbolic.
     """
+    if rows is not None and not _is_mapping_of_numbers(rows):
+        raise ConfigError(f"rows must map positions of inputs to dims, got {rows!r}")
     inputs = graph_module.graph.find_nodes(op="placeholder")
     symbols: dict[Any, list[str]] = {}
     for at, node in enumerate(inputs):
@@ -194,6 +215,41 @@ def find_rows(graph_module: fx.GraphModule, rows: Mapping[int, int] | None) -> R
     )
     least = max(int(shape_env.bound_sympy(symbol).lower) for symbol in chosen)
     return Rows(found, frozenset(counts), tuple(outputs), max(1, least))
+
+
+def check_inputs(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
+    """Compare a call with the inputs that a graph was captured with, but for its symbolic sizes.
+
+    Raises:
+        InputError: their number differs; or names the input whose kind does.
+    """
+    if len(inputs) != len(placeholders):
+        raise InputError(f"{len(placeholders)} inputs are needed, got {len(inputs)}")
+    for position, (node, given) in enumerate(zip(placeholders, inputs, strict=True)):
+        held = value(node)
+        if isinstance(held, torch.Tensor) and not _is_of_kind(given, held):
+            raise InputError(
+                f"input {position} must be {_kind(held)}, as the graph was made for, got "
+                f"{_kind(given) if isinstance(given, torch.Tensor) else repr(given)}"
+            )
+
+
+def _is_of_kind(given: Any, held: torch.Tensor) -> bool:
+    if not isinstance(given, torch.Tensor) or given.dim() != held.dim():
+        return False
+    sizes = zip(given.shape, held.shape, strict=True)
+    fits = all(isinstance(size, torch.SymInt) or got == size for got, size in sizes)
+    return fits and given.dtype == held.dtype and given.device == held.device
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} ({', '.join(map(str, tensor.shape))}) on {tensor.device}"
+
+
+def _is_mapping_of_numbers(rows: object) -> bool:
+    return isinstance(rows, Mapping) and all(
+        isinstance(number, int) for pair in rows.items() for number in pair
+    )
 
 
 def _size_at(inputs: Sequence[fx.Node], position: int, dim: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from dsa_compile.compile_caches import pass_uuid
+from dsa_compile.compile_caches import keeps_failures, pass_uuid
 from dsa_compile.compiled_reports import merged
 from dsa_compile.config import Config, as_config
 from dsa_compile.errors import ConfigError
@@ -59,10 +59,9 @@ class IndexerPass(CustomGraphPass):
             self.leave(graph)
             return
         settings = self._settings or PassSettings.of(self.config, *devices_in(graph))
-        run = run_passes(module, settings)
+        run = run_passes(module, settings, lower=decompose_emitted)
         self._failed |= run.failed
-        if not run.failed and any(site.status != "kept" for site in run.result.sites):
-            decompose_emitted(run.result.graph_module)
+        if not run.failed and run.rewritten:
             module.graph = run.result.graph_module.graph
         tag_uncapturable(module.graph, _uncapturable(self.config))
         self.reports.append(report_of(run, settings))
@@ -77,10 +76,13 @@ class IndexerPass(CustomGraphPass):
     def uuid(self) -> Any:
         """Identity for PyTorch's caches; None, which goes past them, once a pass has failed.
 
+        None from the start where caches would keep what a failed pass left unoptimised.
         Whoever asks may be given a graph that calls the provider's ops: they are there from now on.
         """
         _load_what_graphs_may_call(self.config)
-        return None if self._failed else pass_uuid(self.config)
+        if self._failed or self.config.on_error == "warn" and keeps_failures():
+            return None
+        return pass_uuid(self.config)
 
     @property
     def report(self) -> Report:
@@ -130,7 +132,10 @@ class InductorPasses(dict[str, Any]):
 
     @property
     def report(self) -> Report:
-        """The report on every graph that was compiled with these options."""
+        """The report on every graph that was compiled with these options.
+
+        A graph that PyTorch's caches gave was compiled before, and is not in it.
+        """
         return self._indexers.report
 
 

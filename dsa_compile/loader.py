@@ -33,6 +33,8 @@ class LoadedPackage:
         self._model = model
         self.metadata = metadata
         self._scope = {**SYMPY_INTERP, "math": math, "inf": math.inf, "torch": torch}
+        # The arguments of a call: a tuple and a dict.
+        self._spec = pytree.treespec_loads(model.loader.get_call_spec()[0])
         self._conditions = [(c, compile(c, "<condition>", "eval")) for c in metadata.conditions]
 
     @property
@@ -45,28 +47,72 @@ class LoadedPackage:
         """Run the model.
 
         Raises:
-            InputError: a tensor has another dtype, rank or size than the package serves; names it.
+            InputError: an argument is missing or nested otherwise, or a tensor has another dtype,
+                rank, size or stride than the package serves; names it.
         """
-        arguments = dict(zip(self.metadata.arguments, args, strict=False)) | kwargs
-        ordered = [arguments[n] for n in self.metadata.arguments if n in arguments]
-        given = [v for v in pytree.tree_leaves(ordered) if isinstance(v, torch.Tensor)]
-        wanted = self.metadata.inputs
-        if len(given) != len(wanted) or len(arguments) != len(args) + len(kwargs):
-            names = ", ".join(self.metadata.arguments)
+        args, kwargs, leaves = self._arranged(args, kwargs)
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        wanted, names = self.metadata.inputs, self.metadata.arguments
+        if len(given) != len(wanted):
             raise InputError(
-                f"the package takes {len(wanted)} tensors in the arguments {names}, got "
+                f"the package takes {len(wanted)} tensors in the arguments {', '.join(names)}, got "
                 f"{len(given)}"
             )
         for value, described in zip(given, wanted, strict=True):
-            _check_input(value, described)
-        scope = {**self._scope, "L": arguments}
+            _check_input(value, described, self.metadata.target)
+        self._check_strides(given)
+        scope = {**self._scope, "L": dict(zip(names, args, strict=False)) | kwargs}
         for text, code in self._conditions:
             if not eval(code, scope):
+                what = "sizes" if ".size()" in text else "values"
                 raise InputError(
-                    f"the package serves only sizes where {_readable(text)}; export and package "
-                    "with examples of such sizes"
+                    f"the package serves only {what} where {_readable(text)}; export and package "
+                    f"with examples of such {what}"
                 )
         return self._model(*args, **kwargs)
+
+    def _arranged(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+        """The arguments as they were captured, and their leaves in that order.
+
+        PyTorch takes the tensors of a call as they come, in whatever dict or order they are.
+        """
+        names, (first, named) = self.metadata.arguments, self._spec.children()
+        if len(names) == first.num_children + named.num_children:
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            if set(arguments) != set(names) or len(args) + len(kwargs) != len(names):
+                tensors = [v for v in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(v)]
+                by_name = f", by name {', '.join(kwargs)}" if kwargs else ""
+                raise InputError(
+                    f"the package takes {len(self.metadata.inputs)} tensors in the arguments "
+                    f"{', '.join(names)}, got {len(tensors)} in {len(args) + len(kwargs)}{by_name}"
+                )
+            args = tuple(arguments[name] for name in names[: first.num_children])
+            kwargs = {name: arguments[name] for name in names[first.num_children :]}
+        try:
+            leaves = self._spec.flatten_up_to((args, kwargs))
+        except (TypeError, ValueError) as fault:
+            raise InputError(
+                f"the arguments {', '.join(names)} are nested otherwise than packaged: {fault}"
+            ) from fault
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs, leaves
+
+    def _check_strides(self, given: list[torch.Tensor]) -> None:
+        """The compiled code reads memory as the example was laid out, whatever it is given."""
+        scope = dict(self._scope)
+        for value, described in zip(given, self.metadata.inputs, strict=True):
+            scope |= dict(zip(map(str, described["shape"]), value.shape, strict=True))
+        for value, described in zip(given, self.metadata.inputs, strict=True):
+            wanted = [eval(str(stride), scope) for stride in described.get("stride", ())]
+            places = zip(value.shape, value.stride(), wanted, strict=False)
+            if any(size > 1 and got != stride for size, got, stride in places):
+                raise InputError(
+                    f"argument {described['name']}: packaged with strides {tuple(wanted)}, got "
+                    f"{value.stride()}; pass a copy that is laid out so: .contiguous() gives one "
+                    "where the example was contiguous"
+                )
 
 
 def _readable(condition: str) -> str:
@@ -75,13 +121,18 @@ def _readable(condition: str) -> str:
     return re.sub(r"\.size\(\)\[(\d+)\]", r".shape[\1]", named)
 
 
-def _check_input(value: torch.Tensor, described: Mapping[str, Any]) -> None:
+def _check_input(value: torch.Tensor, described: Mapping[str, Any], target: str) -> None:
     name, sizes = described["name"], described["shape"]
+    if value.layout != torch.strided or (target == "cpu" and value.device.type != "cpu"):
+        raise InputError(
+            f"argument {name}: packaged for target {target} with plain tensors, got one of layout "
+            f"{value.layout} on {value.device}"
+        )
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype != described["dtype"]:
         raise InputError(f"argument {name}: packaged with dtype {described['dtype']}, got {dtype}")
     fits = value.dim() == len(sizes) and all(
-        not isinstance(size, int) or size == got
+        size == got if isinstance(size, int) else got > 0
         for size, got in zip(sizes, value.shape, strict=True)
     )
     if not fits:

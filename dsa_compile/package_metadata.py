@@ -6,7 +6,7 @@ import dataclasses
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,15 @@ KEY = "dsa_compile"
 FILE = "dsa_compile.json"
 """Name of the metadata among the extra files of a package."""
 _LISTS = ("features", "ops", "libraries", "arguments", "inputs", "conditions")
+_TEXTS = ("version", "torch", "target", "machine")
+# What every text in a list looks like.
+_FORMS = {
+    "features": r"\w+",
+    "ops": r"\w+::\w+(\.\w+)?",
+    "libraries": r"dsa_compile(\.\w+)+",
+    "arguments": r"\w+",
+    "conditions": r".+",
+}
 
 
 def our_version() -> str:
@@ -93,16 +102,18 @@ class Provenance:
         """What ``to_dict`` gave.
 
         Raises:
-            PackageError: it is of another format, or a part is missing.
+            PackageError: it is of another format, or a part is missing or of another kind.
         """
         _check_format(data)
         try:
+            _check_texts(data, ("version", "torch"))
             report = Report.from_dict(data["report"])
             return cls(data["version"], data["torch"], dict(data["config"]), report)
         except (KeyError, TypeError, AttributeError) as fault:
-            raise PackageError(f"the provenance is damaged: {type(fault).__name__}: {fault}") from (
-                fault
-            )
+            raise PackageError(
+                f"the provenance is damaged: {type(fault).__name__}: {fault}; export the model "
+                "again"
+            ) from fault
 
 
 def attach(program: Any, provenance: Provenance) -> None:
@@ -173,32 +184,58 @@ class PackageMetadata:
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> PackageMetadata:
+    def from_json(cls, text: str | bytes) -> PackageMetadata:
         """What ``to_json`` gave.
 
         Raises:
-            PackageError: it is no such text, of another format, or a part is missing.
+            PackageError: it is no such text, of another format, or a part is missing or of another
+                kind.
         """
         try:
             data = json.loads(text)
         except ValueError as fault:
-            raise PackageError(f"the metadata is damaged: {fault}") from fault
-        if not isinstance(data, dict):
-            raise PackageError("the metadata is damaged: it holds no names")
+            raise PackageError(
+                f"the metadata is damaged: {fault}; package the program again"
+            ) from fault
         _check_format(data)
         del data["format"]
         try:
             data |= {name: tuple(data[name]) for name in _LISTS}
+            _check_kinds(data)
             if data["provenance"] is not None:
                 data["provenance"] = Provenance.from_dict(data["provenance"])
             return cls(**data)
-        except (KeyError, TypeError) as fault:
-            raise PackageError(f"the metadata is damaged: {type(fault).__name__}: {fault}") from (
-                fault
-            )
+        except (KeyError, TypeError, SyntaxError) as fault:
+            raise PackageError(
+                f"the metadata is damaged: {type(fault).__name__}: {fault}; package the program "
+                "again"
+            ) from fault
 
 
-def _check_format(data: Mapping[str, Any]) -> None:
+def _check_texts(data: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise TypeError where one of these is no text."""
+    if bad := [name for name in names if not isinstance(data[name], str)]:
+        raise TypeError(f"{bad[0]} must be a text, got {data[bad[0]]!r}")
+
+
+def _check_kinds(data: Mapping[str, Any]) -> None:
+    """Raise TypeError or SyntaxError where a part is not what a package holds there."""
+    _check_texts(data, _TEXTS)
+    for name, form in _FORMS.items():
+        for text in data[name]:
+            if not isinstance(text, str) or not re.fullmatch(form, text):
+                raise TypeError(f"{name} cannot hold {text!r}")
+    for condition in data["conditions"]:
+        compile(condition, "<condition>", "eval")
+    for described in data["inputs"]:
+        _check_texts(described, ("name", "dtype"))
+        if not all(isinstance(size, (int, str)) for size in described["shape"]):
+            raise TypeError(f"{described['name']} has the shape {described['shape']!r}")
+
+
+def _check_format(data: Any) -> None:
+    if not isinstance(data, Mapping):
+        raise PackageError("the metadata is damaged: it holds no names; package the program again")
     if data.get("format") != FORMAT:
         raise PackageError(
             f"the metadata has format {data.get('format')!r} and this version reads {FORMAT}; "

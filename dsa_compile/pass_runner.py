@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -82,9 +82,25 @@ class PassRun:
     notes: tuple[str, ...] = ()
     failed: bool = False
 
+    @property
+    def rewritten(self) -> bool:
+        """Whether an indexer was rewritten or fused."""
+        return any(site.status != "kept" for site in self.result.sites)
 
-def run_passes(graph_module: fx.GraphModule, settings: PassSettings) -> PassRun:
+
+def run_passes(
+    graph_module: fx.GraphModule,
+    settings: PassSettings,
+    *,
+    lower: Callable[[fx.GraphModule], object] | None = None,
+) -> PassRun:
     """Match, rewrite and lower the indexers of a graph, which is left unchanged.
+
+    Args:
+        graph_module: functional ATen graph whose nodes carry ``meta["val"]``.
+        settings: what the passes are told.
+        lower: called with a graph in which something was rewritten, for the host that compiles it;
+            it fails as a pass does.
 
     Raises:
         PassError: a pass failed, and ``on_error`` is ``"raise"``; names the pass, the place in the
@@ -106,6 +122,9 @@ def run_passes(graph_module: fx.GraphModule, settings: PassSettings) -> PassRun:
                 precision=settings.precision,
                 observe=observer(graph_module),
             )
+        run = PassRun(result, _notes(result))
+        if lower is not None and run.rewritten:
+            _lower(result.graph_module, lower)
     except Exception as fault:
         text = _describe(fault, graph_module)
         # Dynamo takes some exceptions for graph breaks and would go on without a word.
@@ -119,10 +138,19 @@ def run_passes(graph_module: fx.GraphModule, settings: PassSettings) -> PassRun:
         warnings.warn(f"{text}; the graph runs as it was", SlowPathWarning, stacklevel=2)
         counts = op_counts(graph_module)
         return PassRun(PipelineResult(graph_module, (), counts, counts, ()), (text,), True)
-    notes = tuple(
-        f"a CUDA graph is interrupted around {op}: {why}" for op, why in result.breaks.items()
-    )
-    return PassRun(result, notes)
+    return run
+
+
+def _notes(result: PipelineResult) -> tuple[str, ...]:
+    breaks = result.breaks.items()
+    return tuple(f"a CUDA graph is interrupted around {op}: {why}" for op, why in breaks)
+
+
+def _lower(graph_module: fx.GraphModule, lower: Callable[[fx.GraphModule], object]) -> None:
+    try:
+        lower(graph_module)
+    except Exception as fault:
+        raise StageError(getattr(lower, "__name__", "lower"), fault, graph_module) from fault
 
 
 def _describe(fault: Exception, captured: fx.GraphModule) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from dsa_compile.errors import PackageError
@@ -115,7 +116,7 @@ def _sizes(values: Iterable[Any]) -> Iterator[torch.SymInt]:
 
 
 def input_table(program: ExportedProgram) -> Iterator[Mapping[str, Any]]:
-    """Name, dtype and dimensions of each tensor among a program's inputs."""
+    """Name, dtype, dimensions and strides of each tensor among a program's inputs."""
     from torch.export.graph_signature import InputKind
 
     placeholders = program.graph_module.graph.find_nodes(op="placeholder")
@@ -126,6 +127,7 @@ def input_table(program: ExportedProgram) -> Iterator[Mapping[str, Any]]:
                 "name": node.name,
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "shape": [_size(s) for s in value.shape],
+                "stride": [_size(s) for s in value.stride()],
             }
 
 
@@ -142,6 +144,24 @@ def argument_names(program: ExportedProgram) -> tuple[str, ...]:
 
 
 def conditions_of(program: ExportedProgram) -> tuple[str, ...]:
-    """What is taken for granted about sizes in a program and in everything compiled from it."""
+    """What is taken for granted about arguments in a program and in everything compiled from it."""
     current = program._update(program.graph_module, program.graph_signature)
-    return tuple(dict.fromkeys(current._guards_code))
+    return tuple(dict.fromkeys((*_constants(program), *current._guards_code)))
+
+
+def _constants(program: ExportedProgram) -> Iterator[str]:
+    """The plain values among the arguments, which the graph holds as they were in the example."""
+    from torch.export.graph_signature import InputKind
+
+    names, given = argument_names(program), program.example_inputs
+    if given is None or len(names) != sum(map(len, given)):
+        return
+    arguments = dict(zip(names, given[0], strict=False)) | dict(given[1])
+    leaves = pytree.tree_flatten_with_path(arguments)[0]
+    specs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
+    if len(leaves) != len(specs):
+        return
+    for (path, _), spec in zip(leaves, specs, strict=True):
+        value = getattr(spec.arg, "value", None)
+        if isinstance(value, (bool, int, float, str)) and value == value:
+            yield f"L{pytree.keystr(path)} == {value!r}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -27,7 +29,8 @@ def check_archive(path: str | os.PathLike[str]) -> Literal["program", "package"]
     """
     file = Path(path)
     if not file.is_file():
-        raise PackageError(f"{file}: there is no such file")
+        kind = "it is a folder" if file.is_dir() else "there is no such file"
+        raise PackageError(f"{file}: {kind}; give the path of a .pt2 file")
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
@@ -35,6 +38,8 @@ def check_archive(path: str | os.PathLike[str]) -> Literal["program", "package"]
                 with archive.open(name) as entry:
                     while entry.read(_CHUNK):
                         pass
+    except PermissionError as fault:
+        raise PackageError(f"{file}: it may not be read here; change its permissions") from fault
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as fault:
         whole = (
             "it is damaged or cut off; copy or make it again"
@@ -79,7 +84,10 @@ def read_metadata(path: str | os.PathLike[str]) -> PackageMetadata:
                 f"{path}: dsa_compile did not make this package; load it with "
                 "torch._inductor.aoti_load_package"
             )
-        return PackageMetadata.from_json(archive.read(found[0]).decode())
+        try:
+            return PackageMetadata.from_json(archive.read(found[0]))
+        except PackageError as fault:
+            raise PackageError(f"{path}: {fault}") from fault
 
 
 def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
@@ -95,15 +103,35 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
     import torch
 
     register_ops()
+    log, kept = logging.getLogger("torch.export"), _Kept()
+    log.addFilter(kept)
     try:
         with torch.no_grad():
             return torch.export.load(os.fspath(path))
-    except Exception as fault:  # noqa: BLE001 - torch raises many kinds
-        text = (str(fault).strip().splitlines() or [""])[0]
+    except Exception as raised:  # noqa: BLE001 - torch raises many kinds
+        fault: BaseException = kept.fault or raised
+        while fault.__cause__ is not None:
+            fault = fault.__cause__
+        # What follows the first sentence is the whole node, or advice to file a report.
+        text = (str(fault).strip().splitlines() or [""])[0].partition(". ")[0]
         raise PackageError(
             f"{path}: torch {torch.__version__} cannot read this program ({type(fault).__name__}: "
             f"{text}); export it again with this version, and import the libraries of its ops first"
         ) from fault
+    finally:
+        log.removeFilter(kept)
+
+
+class _Kept(logging.Filter):
+    """Keeps the error that torch logs, with its traceback, before it raises one without a cause."""
+
+    fault: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.fault = record.exc_info[1]
+            return False
+        return True
 
 
 def register_ops() -> None:
@@ -120,14 +148,22 @@ def register_ops() -> None:
 
 
 def save_program(program: Any, path: str | os.PathLike[str]) -> None:
-    """Write an exported program to a file.
+    """Write an exported program to a file; an old one stays where this fails.
 
     Raises:
-        PackageError: torch cannot write it.
+        PackageError: the file cannot be written, or torch cannot save the program.
     """
     import torch
 
+    file = Path(path)
     try:
-        torch.export.save(program, os.fspath(path))
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            draft = Path(folder, file.name)
+            torch.export.save(program, draft)
+            os.replace(draft, file)
+    except OSError as fault:
+        raise PackageError(
+            f"{path}: the file cannot be written: {fault.strerror or fault}; name another place"
+        ) from fault
     except Exception as fault:  # noqa: BLE001 - torch raises many kinds
         raise PackageError(f"{path}: torch cannot save the program: {fault}") from fault

@@ -68,6 +68,8 @@ class Report:
         """The nearest miss in words."""
         miss = self.nearest_miss
         if miss is None:
+            if self.sites:
+                return "every selection was matched"
             where = "no graph was captured" if not self.graphs else "no top-k or sort was found"
             return f"there is no near miss: {where}"
         text = f"nearest miss: {miss.where}: {miss.reason or 'not recognised'}"

@@ -188,9 +188,9 @@ class Draw:
         elif wild == "beyond":
             out = torch.where(self._rand(shape) < 0.3, blocks + 3, out)
         elif wild == "odd":
-            odd = torch.tensor([o for o in self.odd if not 0 <= o < blocks] or [-1])
             limits = torch.iinfo(dtype)
-            odd = odd[(odd >= limits.min) & (odd <= limits.max)]
+            held = (o for o in self.odd if limits.min <= o <= limits.max)
+            odd = torch.tensor([o for o in held if not 0 <= o < blocks] or [-1])
             taken = odd[torch.randint(0, len(odd), shape, generator=self.generator)]
             out = torch.where(self._rand(shape) < 0.4, taken, out)
         return out.to(dtype)

@@ -181,7 +181,9 @@ class _Sizes:
 
 def _constant_matrix(node: fx.Node, dim: Any) -> bool:
     """Whether a tensor is a constant [.., dim, dim], whatever happens to the parameters."""
-    if not is_tensor(node) or tuple(value(node).shape[-2:]) != (dim, dim):
+    shape = tuple(value(node).shape[-2:]) if is_tensor(node) else ()
+    # No constant has a symbolic size, and comparing one would forbid calls of that very size.
+    if not all(isinstance(size, int) for size in shape) or shape != (dim, dim):
         return False
     cone = ancestors([node], lambda n: n.op != "call_function")
     return all(_deterministic(n) if n.op == "call_function" else is_constant(n) for n in cone)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from dsa_compile.commands.output import Output
 from dsa_compile.commands.sources import config_of, is_file, model_and_inputs
+from dsa_compile.config import Config
 from dsa_compile.report import Report
 
 
 def inspect(out: Output, source: str, inputs: str | None, options: list[str], needed: int) -> None:
     """Show the report; fail where fewer than ``needed`` indexers were matched."""
-    report = (
-        _file(out, source, options) if is_file(source) else _model(out, source, inputs, options)
-    )
+    config = config_of(options)
+    needed = max(needed, config.matches_needed)
+    # All are shown before the number is judged.
+    config = replace(config, require_match=False)
+    report = _file(out, source, config) if is_file(source) else _model(out, source, inputs, config)
     if report is None:
         if needed:
             out.fail(f"{source}: dsa_compile did not export what is inside: nothing is matched")
@@ -28,17 +32,17 @@ def inspect(out: Output, source: str, inputs: str | None, options: list[str], ne
         )
 
 
-def _model(out: Output, source: str, inputs: str | None, options: list[str]) -> Report:
+def _model(out: Output, source: str, inputs: str | None, config: Config) -> Report:
     from dsa_compile.explainer import explain
 
     with out.steps(2) as step:
         step("importing the model")
         model, (args, kwargs) = model_and_inputs(source, inputs)
         step("looking for indexers")
-        return explain(model, *args, config=config_of(options), **kwargs)
+        return explain(model, *args, config=config, **kwargs)
 
 
-def _file(out: Output, source: str, options: list[str]) -> Report | None:
+def _file(out: Output, source: str, config: Config) -> Report | None:
     from dsa_compile.program_files import check_archive, read_metadata, read_program
 
     if check_archive(source) == "package":
@@ -66,7 +70,7 @@ def _file(out: Output, source: str, options: list[str]) -> Report | None:
         with warnings.catch_warnings():
             # The report says it, too.
             warnings.simplefilter("ignore", NoMatchWarning)
-            return rewrite(program, config_of(options))[1]
+            return rewrite(program, config)[1]
 
 
 def _without_report(made: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ def _check_target(path: str) -> None:
     """Raise PackageError where a file cannot be written, before any work is done."""
     if not path.endswith(".pt2"):
         raise PackageError(f"{path}: the name of the file to write must end in .pt2")
-    if not Path(path).resolve().parent.is_dir():
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
         raise PackageError(f"{path}: there is no such folder; make it first")
+    if Path(path).is_dir():
+        raise PackageError(f"{path}: it is a folder; name a file to write")
+    if not os.access(folder, os.W_OK):
+        raise PackageError(f"{path}: its folder cannot be written to; name another place")
 
 
 def _done(out: Output, path: str, report: Report | None) -> None:

@@ -57,7 +57,8 @@ def _module(place: str) -> Any:
         sys.modules[file.stem] = module
         spec.loader.exec_module(module)
         return module
-    except Exception as fault:
+    # A script that ends the process would leave the command undone, and as if it were done.
+    except (Exception, SystemExit) as fault:
         raise ConfigError(
             f"{place!r} cannot be imported: {type(fault).__name__}: {fault}; name a module that "
             "can be imported from this folder"
@@ -78,7 +79,7 @@ def model_and_inputs(
     """
     from torch import nn
 
-    from dsa_compile.call_inputs import split_examples
+    from dsa_compile.call_inputs import CallSignature, split_examples
 
     found = attribute(source)
     if isinstance(found, type) or not isinstance(found, nn.Module):
@@ -105,13 +106,21 @@ def model_and_inputs(
             f"the arguments of a typical call of {source!r} are needed: name them with --inputs "
             "module:attribute, or let the function give the pair (module, arguments)"
         )
-    return found.eval(), split_examples(given)
+    args, kwargs = split_examples(given)
+    try:
+        CallSignature.of(found).bind(args, kwargs)
+    except TypeError as fault:
+        raise ConfigError(
+            f"{source!r} cannot be called with these arguments: {fault}; give a tuple of all of "
+            "them, or a dict by name"
+        ) from fault
+    return found.eval(), (args, kwargs)
 
 
 def _called(name: str, function: Any) -> Any:
     try:
         return function()
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         raise ConfigError(
             f"{name!r} failed: {type(fault).__name__}: {fault}; it is called without arguments"
         ) from fault

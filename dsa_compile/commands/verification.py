@@ -8,7 +8,7 @@ from typing import Any
 from dsa_compile.commands.output import Output
 from dsa_compile.commands.sources import is_file, model_and_inputs
 from dsa_compile.config import Config
-from dsa_compile.errors import ConfigError
+from dsa_compile.errors import ConfigError, DsaError
 
 
 def verify(
@@ -77,13 +77,21 @@ def _files(out: Output, source: str, other: str | None, tolerance: float, config
         step("running the original")
         expected = _run(program.module(), program)
         step("running the rewritten form")
-        got = _run(run, program)
+        try:
+            got = _run(run, program)
+        except DsaError:
+            raise
+        except Exception as fault:
+            raise ConfigError(
+                f"{other or source}: it does not run on the arguments that {source} holds "
+                f"({type(fault).__name__}); name a form of that program, with inputs of its sizes"
+            ) from fault
     if len(got) != len(expected):
         out.fail(f"the original returned {len(expected)} tensors and the other {len(got)}")
     worst, differing = _differences(expected, got)
     text = f"largest difference of {len(expected)} outputs: {worst:.3g}"
     if differing:
-        text += f"; {differing} rows of whole numbers differ"
+        text += f"; {differing} rows of whole numbers or truth values differ"
     out.show(
         text,
         verification={
@@ -111,10 +119,12 @@ def _run(run: Callable[..., Any], program: Any) -> list[Any]:
 
 
 def _differences(expected: list[Any], got: list[Any]) -> tuple[float, int]:
-    """Largest difference of floats, and rows of whole numbers that differ as sets.
+    """Largest difference of floats, and rows of whole numbers or truth values that differ.
 
-    Selected positions come in no promised order.
+    Whole numbers are compared as sets: selected positions come in no promised order.
     """
+    import torch
+
     from dsa_compile.compare import largest_difference
 
     worst, differing = 0.0, 0
@@ -125,6 +135,8 @@ def _differences(expected: list[Any], got: list[Any]) -> tuple[float, int]:
             differing += max(a.numel(), b.numel())
         elif a.dim() == 0:
             differing += int(a != b)
+        elif a.dtype == torch.bool:
+            differing += int((a != b).any(-1).sum())
         else:
             differing += int((a.sort(-1).values != b.sort(-1).values).any(-1).sum())
     return worst, differing

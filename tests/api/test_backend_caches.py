@@ -138,6 +138,16 @@ def test_the_identity_follows_sources_configuration_and_packages(
     assert plain == same != other
 
 
+def test_a_failure_that_may_be_forgiven_is_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import config as functorch
+
+    strict, lenient = IndexerPass(Config()), IndexerPass(Config(on_error="warn"))
+    assert strict.uuid() and lenient.uuid() and strict.uuid() != lenient.uuid()
+    # Bundled caches ask once, before a pass could fail.
+    with functorch.patch(bundled_autograd_cache=True):
+        assert strict.uuid() and lenient.uuid() is None
+
+
 def test_a_report_that_cannot_be_read_counts_as_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -40,4 +40,12 @@ def fails() -> nn.Module:
     raise ValueError("out of order")
 
 
+def ends() -> nn.Module:
+    raise SystemExit(0)
+
+
+def lacks_one() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return model, example[:1]
+
+
 a_number = 3

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import dsa_compile
+from dsa_compile.commands.verification import _differences
 
 from .conftest import MODELS, Cli
-from .named_models import make_both
+from .named_models import Router, make_both
 
 FIXED = ("--config", "dynamic=false")
 
@@ -88,6 +89,9 @@ def test_a_required_match_that_is_not_there_ends_with_1(cli: Cli, files: Path) -
     done = cli("inspect", files / "done.pt2", "--at-least", 3, "--json")
     assert done.code == 1 and done.data["matched"] == 2
     assert '"kind": "check"' in done.err
+    for source in (files / "plain.pt2", f"{MODELS}:make_both"):
+        done = cli("inspect", source, "--config", "require_match=3")
+        assert done.code == 1 and "2 indexers were matched and 3 are required" in done.err
 
 
 def test_optimize(cli: Cli, files: Path, tmp_path: Path) -> None:
@@ -130,6 +134,13 @@ def test_verify_programs(cli: Cli, files: Path, tmp_path: Path) -> None:
     torch.export.save(torch.export.export(model, args), tmp_path / "other.pt2")
     done = cli("verify", files / "plain.pt2", tmp_path / "other.pt2")
     assert done.code == 1 and "the two forms differ" in done.err
+    # One that takes other arguments.
+    torch.export.save(torch.export.export(Router(), (torch.randn(3, 8),)), tmp_path / "alien.pt2")
+    done = cli("verify", files / "plain.pt2", tmp_path / "alien.pt2")
+    assert done.code == 2 and "does not run on the arguments that" in done.err
+    masks = torch.tensor([[True, False]]), torch.tensor([[False, True]])
+    assert _differences([masks[0]], [masks[1]]) == (0.0, 1)
+    assert _differences([masks[0].int()], [masks[1].int()]) == (0.0, 0)
 
 
 @pytest.mark.skipif(

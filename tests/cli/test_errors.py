@@ -19,6 +19,8 @@ from .conftest import MODELS, Cli
         (["inspect", f"{MODELS}:make_bot"], "did you mean 'make_both'"),
         (["inspect", f"{MODELS}:a_number"], "name a module, or a function that makes one"),
         (["inspect", f"{MODELS}:fails"], "ValueError: out of order"),
+        (["inspect", f"{MODELS}:ends"], "SystemExit: 0"),
+        (["inspect", f"{MODELS}:lacks_one"], "missing a required argument: 'cache'; give a tuple"),
         (["inspect", f"{MODELS}:make_model"], "name them with --inputs module:attribute"),
         (["inspect", f"{MODELS}:make_both", "--config", "provider"], "of the form name=value"),
         (["inspect", f"{MODELS}:make_both", "--config", "providr=1"], "did you mean 'provider'"),
@@ -26,7 +28,7 @@ from .conftest import MODELS, Cli
         (["export", f"{MODELS}:make_both", "no/such/folder/out.pt2"], "there is no such folder"),
         (["verify", f"{MODELS}:make_both", "other.pt2"], "a model is optimised here"),
         (["bench", "--dtype", "float8"], "--dtype must be one of float32"),
-        (["bench", "--positions", "8", "--rows", "9"], "rows are the last positions"),
+        (["bench", "--positions", "9", "--rows", "10"], "rows are the last positions"),
         (["bench", "--device", "tpu"], "--device must be cpu or cuda"),
     ],
 )
@@ -34,6 +36,15 @@ def test_what_cannot_be_done(cli: Cli, arguments: list[str], told: str) -> None:
     done = cli(*arguments)
     assert done.code == 2 and told in done.err and done.err.startswith("error: ")
     assert "Traceback" not in done.err and done.out == ""
+
+
+def test_a_folder_is_neither_read_nor_written(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "model.pt2"
+    folder.mkdir()
+    done = cli("inspect", folder)
+    assert done.code == 2 and "it is a folder; give the path of a .pt2 file" in done.err
+    done = cli("export", f"{MODELS}:make_both", folder)
+    assert done.code == 2 and "it is a folder; name a file to write" in done.err
 
 
 def test_errors_in_json(cli: Cli) -> None:
@@ -54,6 +65,7 @@ def test_usage_errors_end_with_2(cli: Cli) -> None:
     assert cli("inspect").code == 2
     assert cli("nothing").code == 2
     assert cli("bench", "--rows", "0").code == 2
+    assert cli("bench", "--positions", "8").code == 2
 
 
 def test_a_traceback_only_with_debug(script: Cli) -> None:

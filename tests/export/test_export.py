@@ -37,7 +37,8 @@ def test_export_is_the_function_and_the_program_is_rewritten(program: Any) -> No
 
 def test_one_program_serves_all_lengths(model: TwoLevel, program: Any) -> None:
     run = program.module()
-    for args in (EXAMPLES, OTHERS):
+    # As many rows as a head has dims, too: a proof must not tell the two apart.
+    for args in (EXAMPLES, OTHERS, inputs(rows=8, positions=43)):
         assert_same(run(*args), model(*args))
 
 
@@ -182,12 +183,35 @@ def test_too_few_matches_are_an_error_and_none_a_warning() -> None:
     assert torch.equal(program.module()(x), NoIndexer()(x))
 
 
+def test_selections_in_branches_are_told() -> None:
+    def best(x: Any) -> Any:
+        return x.topk(2).indices
+
+    def worst(x: Any) -> Any:
+        return (-x).topk(2).indices
+
+    class Branches(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.cond(x.sum() > 0, best, worst, (x,))
+
+    x = torch.randn(3, 8)
+    with pytest.warns(dsa_compile.NoMatchWarning):
+        program = dsa_compile.export(Branches().eval(), (x,), config={"dynamic": False})
+    notes = dsa_compile.report_of(program).notes
+    assert [note[:34] for note in notes] == ["not looked at: 1 top-k or sort ins"] * 2
+    for given in (x.abs(), -x.abs()):
+        assert torch.equal(program.module()(given), Branches()(given))
+
+
 def test_arguments_that_contradict_each_other(model: TwoLevel, program: Any) -> None:
     plain = torch.export.export(model, EXAMPLES)
     with pytest.raises(dsa_compile.ConfigError, match="args, kwargs and dynamic_shapes"):
         dsa_compile.export(plain, EXAMPLES)
     with pytest.raises(dsa_compile.ConfigError, match="args: the arguments of a typical call"):
         dsa_compile.export(model)
+    for args in (EXAMPLES[0], {"x": EXAMPLES[0]}):
+        with pytest.raises(dsa_compile.ConfigError, match="args must be a tuple"):
+            dsa_compile.export(model, args)  # type: ignore[arg-type]
     with pytest.raises(dsa_compile.ConfigError, match="rewritten already"):
         dsa_compile.export(program)
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got int"):

@@ -14,6 +14,7 @@ import torch
 
 import dsa_compile
 from dsa_compile.package_metadata import FILE, PackageMetadata
+from dsa_compile.portable import conditions_of
 from dsa_compile.program_files import read_metadata
 
 from .conftest import EXAMPLES, OTHERS, needs_compiler
@@ -43,6 +44,29 @@ def test_a_package_gives_what_the_model_gives_at_all_sizes(model: TwoLevel, made
     run = dsa_compile.load(made)
     for args in (EXAMPLES, OTHERS, inputs(rows=40, positions=43, seed=5)):
         assert_same(run(*args), model(*args))
+
+
+def test_inputs_laid_out_otherwise_are_refused(model: TwoLevel, made: Path) -> None:
+    """The compiled code reads memory as the example was laid out."""
+    run = dsa_compile.load(made)
+    x, keys = OTHERS
+    for other in (x.mT.contiguous().mT, torch.cat((x, x), -1)[..., : x.shape[-1]]):
+        with pytest.raises(dsa_compile.InputError, match=r"argument x: packaged with strides .*"):
+            run(other, keys)
+    one = inputs(rows=1, positions=43, seed=6)
+    # Strides of a dimension of one mean nothing.
+    assert_same(run(one[0].mT.contiguous().mT, one[1]), model(*one))
+
+
+def test_plain_values_of_a_call_are_conditions() -> None:
+    """They are compiled in."""
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: Any, how: dict[str, Any], flag: bool = True) -> Any:
+            return x * how["gain"] if flag else x
+
+    program = torch.export.export(Scaled(), (torch.ones(3), {"gain": 0.5}), {"flag": True})
+    assert conditions_of(program) == ("L['how']['gain'] == 0.5", "L['flag'] == True")
 
 
 def test_metadata_says_where_it_comes_from_and_what_it_needs(made: Path) -> None:
