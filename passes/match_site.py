@@ -14,6 +14,7 @@ from dsa_compile.passes.axis_labels import LabelError
 from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.build_call import CallBuilder
 from dsa_compile.passes.candidate_ids import Candidates
+from dsa_compile.passes.check_reach import check_reach
 from dsa_compile.passes.check_rules import check_rules
 from dsa_compile.passes.check_slots import (
     check_hidden,
@@ -23,7 +24,7 @@ from dsa_compile.passes.check_slots import (
 )
 from dsa_compile.passes.context import PassContext
 from dsa_compile.passes.emit_nodes import Emitter
-from dsa_compile.passes.graph_tools import ancestors, aten, dtype_of
+from dsa_compile.passes.graph_tools import ancestors, aten, dtype_of, is_float
 from dsa_compile.passes.mask_terms import mask_leaf
 from dsa_compile.passes.prove_site import Shared, SiteProver, bind, too_large
 from dsa_compile.passes.read_selection import Selection, constant_k
@@ -105,6 +106,7 @@ class SiteMatcher:
             self.looked.block_size = candidates.block_size
         small = restated or bool(found[0].numbers)
         _check_rules([t.node for t in masks.candidate], small)
+        self._check_reach(trace, found, masks, candidates)
         builder = CallBuilder(self.graph, trace, roles, masks, self.selection, self.emission)
         try:
             call = builder.build(candidates)
@@ -113,6 +115,7 @@ class SiteMatcher:
             if publisher is not None and publisher.pinned is not None:
                 try:
                     _check_rules([publisher.pinned[0]], small)
+                    check_reach([publisher.pinned[0]], found, trace.score, strict=False)
                 except Refusal:
                     publisher.leave_ranking()
             prover.prove(call)
@@ -122,6 +125,26 @@ class SiteMatcher:
         except LabelError as error:
             raise Refusal(f"axes cannot be followed: {error}", 5) from None
         return self._replace(builder, call, users)
+
+    def _check_reach(
+        self,
+        trace: ScoreTrace,
+        found: list[Binding],
+        masks: Masks,
+        candidates: Candidates | None,
+    ) -> None:
+        """Refuse rules of what is replaced that no probe reaches."""
+        if candidates is not None:
+            check_reach(
+                [t.node for t in masks.candidate],
+                found,
+                trace.score,
+                ids=candidates.ids,
+                flags=candidates.valid,
+                drawn_wild=candidates.root is None,
+            )
+        added = [t.node for t in masks.residual if is_float(t.node)]
+        check_reach(added, found, trace.score)
 
     def _check(
         self,

@@ -29,6 +29,7 @@ from dsa_compile.passes.mask_terms import Term, mask_leaf
 from dsa_compile.passes.match_publishers import Publisher
 from dsa_compile.passes.prove_candidates import CandidateProver, block_hint
 from dsa_compile.passes.prove_indexer import IndexerProver
+from dsa_compile.passes.prove_source import maxima_of, ranks_visible_blocks
 from dsa_compile.passes.read_selection import Selection, ranked_scores
 from dsa_compile.passes.recognise_ops import never_negative
 from dsa_compile.passes.run_probe import mask_leaves, memory, needed
@@ -193,7 +194,22 @@ class SiteProver:
         key = ("visible to", source)
         if key not in self.shared.proofs:
             self.shared.proofs[key] = self._visible_to(source)
-        return bool(self.shared.proofs[key] == self.masks.described(self.roles))
+        if self.shared.proofs[key] != self.masks.described(self.roles):
+            return False
+        pinned = ("pinned of", root, candidates.block_size)
+        if pinned not in self.shared.proofs:
+            self.shared.proofs[pinned] = self._best_of(root, source, candidates.block_size)
+        return bool(self.shared.proofs[pinned])
+
+    def _best_of(self, root: fx.Node, source: fx.Node, block: int) -> bool:
+        """Whether a selection keeps the best visible blocks of scores, and pins no others."""
+        maxima, ranked = maxima_of(root, source), root.args[0]
+        if maxima is None or not isinstance(ranked, fx.Node):
+            return False
+        trace = self.shared.walker.trace(source)
+        roles = assign_roles(trace, bind(trace, self.shared.binder)[0])
+        limit = self.options.probe_memory_bytes
+        return ranks_visible_blocks(ranked, maxima, trace, roles, block, limit)
 
     def _visible_to(self, score: fx.Node) -> Hashable:
         """What the masks on other scores let through; None where that cannot be read."""

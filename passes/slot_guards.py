@@ -9,13 +9,15 @@ import torch
 import torch.fx as fx
 
 from dsa_compile.passes.bind_sizes import Binding
+from dsa_compile.passes.check_reach import ReachCheck
 from dsa_compile.passes.graph_tools import CASTS, ancestors, dtype_of, is_tensor, is_view, op_name
 from dsa_compile.passes.mask_terms import mask_leaf
 from dsa_compile.passes.read_selection import Selection
 from dsa_compile.passes.recognise_ops import constant_of
 from dsa_compile.passes.run_probe import Draw, ProbeError, draw_masks, evaluate, needed
-from dsa_compile.passes.score_trace import HIDING
+from dsa_compile.passes.score_trace import HIDING, Refusal
 
+_POSITIONS = 64
 COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 
 
@@ -65,7 +67,12 @@ class Guards:
         if not cone & known or len(cone) > 200:
             return []
         leaves = [n for n in cone if n not in known and mask_leaf(n) and is_tensor(n)]
-        draw = Draw(torch.Generator().manual_seed(3), 64)
+        draw = Draw(torch.Generator().manual_seed(3), _POSITIONS)
+        try:
+            reach = ReachCheck(self.binding, _POSITIONS, strict=False)
+            reach.check([node], dict.fromkeys(cone & known))
+        except Refusal:
+            return []
         out: list[torch.Tensor] = []
         for _ in range(3):
             try:
