@@ -115,9 +115,7 @@ def operands_by_lane(index: int | None) -> bool:
     return not torch.cuda.is_available() or capability(index)[0] not in (10, 11)
 
 
-def mxfp4_tiles(
-    heads: int, dim: int, dtype: torch.dtype, memory: int, deep: bool = False
-) -> Tiles:
+def mxfp4_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int, deep: bool = False) -> Tiles:
     """Tile sizes for padded ``heads`` and ``dim``.
 
     Args:
