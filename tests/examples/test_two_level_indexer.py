@@ -98,3 +98,25 @@ def test_the_backend_compiles_prefill_and_decoding_once_each() -> None:
     assert len(report.matched) == 3 * counter.frame_count == len(report.sites)
     fused = [s for s in report.sites if any("the query side is one op" in n for n in s.notes)]
     assert fused == list(report.sites)
+
+
+@torch.no_grad()
+def test_the_backend_decodes_behind_static_caches() -> None:
+    """A prefill, then 64 steps of one token, behind caches of one length that are moved along."""
+    config, steps = dataclasses.replace(SMALL, layers=3), 64
+    model, (tokens, keys, latents) = example.build(304, 17, config)
+    counter = CompileCounterWithBackend("dsa")
+    run = torch.compile(model, backend=counter)
+    torch.testing.assert_close(run(tokens, keys, latents), model(tokens, keys, latents))
+    held = [
+        torch.cat((cache, torch.randn_like(cache[..., :16, :])), -2) for cache in (keys, latents)
+    ]
+    for step in range(steps):
+        for cache in held:
+            cache.copy_(cache.roll(-1, -2))
+            cache[..., -1, :] = torch.randn_like(cache[..., -1, :])
+        token = tokens[:, step % 17][:, None]
+        torch.testing.assert_close(run(token, *held), model(token, *held))
+    assert counter.frame_count == 2
+    report = dsa_compile.compiled_report(model)
+    assert len(report.matched) == 2 * 3 == len(report.sites)
