@@ -46,8 +46,10 @@ class Config:
     """Options, checked when the object is made.
 
     Attributes:
-        provider: whose kernels run. ``"auto"`` takes what fits the model's device; ``"cpu"`` and
-            ``"reference"`` (plain PyTorch, slow, for comparison) are asked for by name.
+        provider: whose kernels run. ``"auto"`` takes what fits the model's device, ``"cpu"`` or
+            ``"triton"``; ``"reference"`` (plain PyTorch, slow, for comparison), and ``"deepgemm"``
+            or ``"deepselect"`` (one and the same: both packages, on Blackwell, for fp8 or MXFP4
+            operands) are asked for by name.
         precision: ``"preserve"`` multiplies in the model's own dtype and accumulates in fp32.
             ``"fp8"`` and ``"mxfp4"`` quantise the queries and keys of every matched indexer, which
             changes picks: ``verify`` says how many.

@@ -114,11 +114,13 @@ def _operand_needs(request: ScoreRequest) -> list[Need]:
     needs = []
     kinds = (FP8, PACKED_FP4)
     if request.q_dtype not in kinds or request.k_dtype != request.q_dtype:
+        # Graphs give packed operands to the sparse form alone.
+        formats = "'fp8'" if request.sparse_block is None else "'fp8' or 'mxfp4'"
         needs.append(
             Need(
                 f"queries are {_dtype(request.q_dtype)} and keys {_dtype(request.k_dtype)}; "
                 "DeepGEMM multiplies float8_e4m3fn, or e2m1 packed into int8, both alike",
-                "ask for precision='fp8' or 'mxfp4', or use provider='triton'",
+                f"ask for precision={formats}, or use provider='triton'",
             )
         )
     scales = (request.q_scale, request.key_scale)

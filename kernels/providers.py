@@ -22,8 +22,8 @@ _DEEP = {
     "indexer_publish": "DeepGEMM zeroes a workspace at its first call on a stream",
     "indexer_block_max": "DeepGEMM zeroes a workspace at its first call on a stream",
     "sparse_mqa_logits": "DeepGEMM makes its schedule outside a capture",
+    "mxfp4_sparse_mqa_logits": "DeepGEMM makes its schedule outside a capture",
 }
-_DEEP["mxfp4_sparse_mqa_logits"] = _DEEP["sparse_mqa_logits"]
 _UNCAPTURABLE = {"deepgemm": _DEEP, "deepselect": _DEEP}
 _LATE = {"triton": "triton", "deepgemm": "deep", "deepselect": "deep"}
 

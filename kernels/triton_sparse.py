@@ -125,7 +125,8 @@ def sparse_mqa_logits(
         out: [B, S, W] to write into; ``out_dtype``: fp32, or bf16 for half the traffic.
         tiles, run: launch parameters, for measurements.
         maxima: fp32 [B * S, :func:`maxima_groups`] to write the largest scores of disjoint groups
-            of a row's columns into, -inf where there is none; NaN does not count.
+            of a row's columns into, -inf where there is none; NaN does not count. ``out`` is then
+            fp32.
 
     Returns:
         logits [B, S, W]; -inf where hidden and from ``end`` on.

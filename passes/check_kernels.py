@@ -9,7 +9,6 @@ import torch.fx as fx
 
 from dsa_compile.kernels import deep_package
 from dsa_compile.kernels.deep_needs import (
-    FP8,
     PACKED_FP4,
     SELECT_CAPABILITIES,
     Need,
@@ -87,16 +86,7 @@ def _score_needs(call: fx.Node) -> tuple[Need, ...]:
         blocks=None if blocks is None else _number(value(blocks).shape[-1]),
     )
     unaligned = bool(call.kwargs.get("anchored")) and call.kwargs.get("row_start") is not None
-    unmet = deep_package.needs(request, unaligned=unaligned, compiler=())
-    if blocks is not None or request.q_dtype == request.k_dtype == FP8:
-        return unmet
-    # Selections from all positions are scored from widened MXFP4 operands.
-    return tuple(
-        need._replace(mend="ask for precision='fp8', or use provider='triton'")
-        if "multiplies" in need.what
-        else need
-        for need in unmet
-    )
+    return deep_package.needs(request, unaligned=unaligned, compiler=())
 
 
 def _topk_needs(call: fx.Node) -> tuple[Need, ...]:
