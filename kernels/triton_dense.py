@@ -10,12 +10,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .triton_flags import BlockFlags
 from .triton_scores import relu, relu_scale
 from .triton_sparse import _TYPES, MAX_DIM, MAX_HEADS, check_operands, product_dtype
-from .triton_tiles import DenseTiles, choose_dense_tiles, group_rows
+from .triton_tiles import DenseTiles, TileMaxima, choose_dense_tiles, group_rows
 from .triton_tools import bound, by_row, power_of_two, shared_memory, wrap_triton
+
+
+@triton.jit
+def _rows_of(at_row, last, own, PAIR: tl.constexpr, EVEN: tl.constexpr):
+    """The first row [int64] of a product, and which of its rows ``own`` [PAIR] are there."""
+    if EVEN:
+        return tl.cast(tl.maximum(tl.minimum(at_row, last - PAIR), 0), tl.int64), own >= 0
+    return tl.cast(at_row, tl.int64), at_row + own < last
 
 
 @triton.jit
@@ -29,6 +38,7 @@ def dense_scores(
     mask,
     flags,
     bias,
+    maxima,
     out,
     rows,
     heads,
@@ -60,6 +70,7 @@ def dense_scores(
     bias_b,
     bias_s,
     bias_t,
+    maxima_r,
     out_b,
     out_s,
     HAS_START: tl.constexpr,
@@ -68,6 +79,7 @@ def dense_scores(
     HAS_MASK: tl.constexpr,
     FLAGS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_MAXIMA: tl.constexpr,
     HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -75,13 +87,19 @@ def dense_scores(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     PAIR: tl.constexpr,
+    EVEN: tl.constexpr,
+    WARPS: tl.constexpr,
     TYPE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Scores of TILE positions for ``group`` rows; tiles that none of them sees are left out.
 
     Args:
+        EVEN: there are PAIR rows or more, so that no product needs rows that are not there: the
+            last one of a group begins early and finds some scores a second time.
         flags: one bit a block of FLAGS positions, where FLAGS is not 0; see ``triton_flags``.
+        maxima: fp32 [B * S, ...], the largest scores of 8 * WARPS groups of every tile, of
+            positions that the row sees.
     """
     batch = tl.program_id(2).to(tl.int64)
     first = tl.program_id(1) * group
@@ -113,6 +131,9 @@ def dense_scores(
         if HAS_SCALE:
             at = key_scale + batch * scale_b + wide * scale_t
             factor *= tl.load(at, mask=here, other=0.0).to(tl.float32)
+        if HAS_MAXIMA:
+            # Scores of no position are NaN, which no maximum counts.
+            factor = tl.where(here, factor, float("nan"))
         # One product serves PAIR rows: a wider one reads less shared memory for its work.
         line = tl.arange(0, PAIR * HEADS)
         which = line // HEADS
@@ -129,20 +150,20 @@ def dense_scores(
             words = flags + batch * flags_b + own.to(tl.int64)[None, :] * flags_s
             words = words + (place // FLAGS >> 5)[:, None]
             bit = (place // FLAGS & 31)[:, None]
-            word = tl.load(
-                words + tl.cast(first, tl.int64) * flags_s,
-                here[:, None] & (first + own < last)[None, :],
-            )
+            begin, real = _rows_of(first, last, own, PAIR, EVEN)
+            word = tl.load(words + begin * flags_s, here[:, None] & real[None, :])
         for at_row in tl.range(first, last, PAIR, num_stages=STAGES):
-            row64 = tl.cast(at_row, tl.int64)
-            real = at_row + own < last
-            asked = (at_row + which < last) & (head < heads)
-            if PADDED_HEADS or PADDED_DIM or PAIR > 1:
+            row64, real = _rows_of(at_row, last, own, PAIR, EVEN)
+            asked = head < heads
+            if not EVEN:
+                asked = asked & (row64 + which < last)
+            if EVEN and not PADDED_HEADS and not PADDED_DIM:
+                query = tl.load(q_at + row64 * q_s)
+                weight = tl.load(w_at + row64 * w_s).to(tl.float32)
+            else:
                 shape = asked[None, :] & (channel[:, None] < dim)
                 query = tl.load(q_at + row64 * q_s, mask=shape, other=0.0)
-            else:
-                query = tl.load(q_at + row64 * q_s)
-            weight = tl.load(w_at + row64 * w_s, mask=asked, other=0.0).to(tl.float32)
+                weight = tl.load(w_at + row64 * w_s, mask=asked, other=0.0).to(tl.float32)
             if TYPE == tl.float32:
                 product = tl.dot(key, query.to(TYPE), input_precision="ieee")
             else:
@@ -165,9 +186,41 @@ def dense_scores(
                 score = tl.where(open_to, score, float("-inf"))
             if FLAGS:
                 score = tl.where((word >> bit) & 1 != 0, score, float("-inf"))
-                ahead = here[:, None] & (at_row + PAIR + own < last)[None, :]
-                word = tl.load(words + (row64 + PAIR) * flags_s, mask=ahead)
+                ahead, real = _rows_of(at_row + PAIR, last, own, PAIR, EVEN)
+                word = tl.load(words + ahead * flags_s, mask=here[:, None] & real[None, :])
             tl.store(to + row64 * out_s, score, mask=there)
+            if HAS_MAXIMA:
+                line64 = batch * rows + row64 + own
+                if HAS_START:
+                    bounds = starts + batch * starts_b + (row64 + own) * starts_s
+                    begins = tl.load(bounds, mask=real, other=0).to(tl.int64)
+                    score = tl.where(wide[:, None] >= begins[None, :], score, float("-inf"))
+                if HAS_END:
+                    bounds = ends + batch * ends_b + (row64 + own) * ends_s
+                    stops = tl.load(bounds, mask=real, other=0).to(tl.int64)
+                    score = tl.where(wide[:, None] < stops[None, :], score, float("-inf"))
+                # A thread holds positions p and p + 8 of each of its warp's sixteens.
+                split = tl.reshape(score, [TILE // (16 * WARPS), WARPS, 2, 8, PAIR])
+                most = tl.reshape(tl.max(tl.max(split, 2), 0), [8 * WARPS, PAIR])
+                nth = tl.program_id(0) * (8 * WARPS) + tl.arange(0, 8 * WARPS)
+                most_at = maxima + nth.to(tl.int64)[:, None] + (line64 * maxima_r)[None, :]
+                tl.store(most_at, most, mask=(nth >= 0)[:, None] & real[None, :])
+
+
+def _launch_tiles(q: Tensor, k: Tensor) -> DenseTiles:
+    dtype = product_dtype(q.dtype, k.dtype)
+    heads = power_of_two(bound(q.shape[2], MAX_HEADS), 16)
+    dim = power_of_two(bound(q.shape[3], MAX_DIM), 32)
+    return choose_dense_tiles(heads, dim, dtype, shared_memory(q.device.index), q.shape[1])
+
+
+def tile_maxima(q: Tensor, k: Tensor) -> TileMaxima | None:
+    """What :func:`score_rows` keeps of these operands' scores, if each group has several."""
+    tiles = _launch_tiles(q, k)
+    share = 8 * tiles.warps
+    if tiles.tile < 4 * share:
+        return None
+    return TileMaxima(tiles.tile, share, (k.shape[1] + tiles.tile - 1) // tiles.tile * share)
 
 
 def score_rows(
@@ -183,6 +236,7 @@ def score_rows(
     mask: Tensor | None,
     bias: Tensor | None,
     flags: BlockFlags | None = None,
+    maxima: Tensor | None = None,
     tiles: DenseTiles | None = None,
     group: int | None = None,
 ) -> None:
@@ -190,6 +244,10 @@ def score_rows(
 
     Masked positions, and those of blocks without a flag, get -inf. Positions outside a row's range
     hold anything.
+
+    Args:
+        maxima: fp32 [B * S, whole], see :func:`tile_maxima`, to write the largest scores of groups
+            of a row's positions into; those of tiles beyond what a row sees hold anything, too.
     """
     check_operands("indexer_select", q, k, weights, key_scale, bias)
     batch, rows, heads, dim = q.shape
@@ -197,9 +255,7 @@ def score_rows(
     dtype = product_dtype(q.dtype, k.dtype)
     padded_heads = power_of_two(bound(heads, MAX_HEADS), 16)
     padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
-    if tiles is None:
-        memory = shared_memory(q.device.index)
-        tiles = choose_dense_tiles(padded_heads, padded_dim, dtype, memory, rows)
+    tiles = tiles or _launch_tiles(q, k)
     tile = tiles.tile
     group = group or group_rows(batch * rows, positions, tile, q.device.index)
     keys, k_b, _ = by_row(k[:, None], batch, rows, q)
@@ -222,6 +278,7 @@ def score_rows(
         masks.view(torch.int8) if mask is not None else masks,
         listed,
         biases,
+        out if maxima is None else maxima,
         out,
         rows,
         heads,
@@ -253,6 +310,7 @@ def score_rows(
         bias_b,
         bias_s,
         0 if bias is None else bias.stride(2),
+        0 if maxima is None else maxima.stride(0),
         out.stride(0),
         out.stride(1),
         HAS_START=row_start is not None,
@@ -261,6 +319,7 @@ def score_rows(
         HAS_MASK=mask is not None,
         FLAGS=0 if flags is None else flags.size,
         HAS_BIAS=bias is not None,
+        HAS_MAXIMA=maxima is not None,
         HEADS=padded_heads,
         PADDED_HEADS=not (isinstance(heads, int) and heads == padded_heads),
         DIM=padded_dim,
@@ -268,6 +327,8 @@ def score_rows(
         TILE=tile,
         GROUP=power_of_two(group),
         PAIR=tiles.pair,
+        EVEN=statically_known_true(rows >= tiles.pair),
+        WARPS=tiles.warps,
         TYPE=_TYPES[dtype],
         STAGES=tiles.stages,
         num_warps=tiles.warps,

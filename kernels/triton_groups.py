@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_expand import within
+from .triton_tiles import TileMaxima
 from .triton_tools import by_row, wrap_triton
+from .validate import Size
 
 _AT_ONCE = 1024
 _DEPTH = 4
@@ -32,6 +34,7 @@ def group_kernel(
     ends,
     out,
     rows,
+    positions,
     width,
     source_b,
     source_s,
@@ -42,6 +45,8 @@ def group_kernel(
     ends_s,
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
+    TILE: tl.constexpr,
+    SHARE: tl.constexpr,
     GROUPS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -49,12 +54,16 @@ def group_kernel(
     """AT_ONCE groups of a row a program; group g holds the columns that leave g beside GROUPS."""
     row_id = tl.program_id(0)
     batch, row = (row_id // rows).to(tl.int64), (row_id % rows).to(tl.int64)
-    whole = tl.cast(width, tl.int64)
+    whole = tl.cast(positions, tl.int64)
     low, stop = tl.cast(0, tl.int32), tl.cast(width, tl.int32)
     if HAS_START:
         low = within(tl.load(starts + batch * starts_b + row * starts_s), whole).to(tl.int32)
     if HAS_END:
         stop = within(tl.load(ends + batch * ends_b + row * ends_s), whole).to(tl.int32)
+    if TILE > 1:
+        low = low // TILE * SHARE
+        if HAS_END:
+            stop = (stop + TILE - 1) // TILE * SHARE
     line = source + batch * source_b + row * source_s
     group = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     place = tl.arange(0, DEPTH)[:, None] * GROUPS + group[None, :]
@@ -76,7 +85,13 @@ def group_kernel(
 
 
 def group_maxima(
-    scores: Tensor, groups: int, starts: Tensor | None = None, ends: Tensor | None = None
+    scores: Tensor,
+    groups: int,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    *,
+    positions: Size | None = None,
+    kept: TileMaxima | None = None,
 ) -> Tensor:
     """Largest scores fp32 [B * S, groups] of disjoint groups of each row's columns.
 
@@ -84,6 +99,8 @@ def group_maxima(
         scores: [B, S, W] fp16, bf16 or fp32, any strides.
         groups: a power of two.
         starts, ends: [B|1, S|1]: columns before and from there on do not count.
+        positions, kept: where columns are themselves maxima of those of ``positions`` that a row
+            sees, as ``kept``; ``starts`` and ``ends`` are positions.
 
     Returns:
         -inf where a group has no column that counts. NaN does not count.
@@ -99,6 +116,7 @@ def group_maxima(
         end,
         out,
         rows,
+        width if positions is None else positions,
         width,
         scores.stride(0),
         scores.stride(1),
@@ -109,6 +127,8 @@ def group_maxima(
         ends_s,
         HAS_START=starts is not None,
         HAS_END=ends is not None,
+        TILE=1 if kept is None else kept.tile,
+        SHARE=1 if kept is None else kept.share,
         GROUPS=groups,
         AT_ONCE=at_once,
         DEPTH=_DEPTH,

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from .triton_columns import candidate_columns
-from .triton_dense import score_rows
+from .triton_dense import score_rows, tile_maxima
 from .triton_expand import candidate_expand
 from .triton_flags import BlockFlags
+from .triton_groups import group_maxima
 from .triton_maxima import block_maxima
 from .triton_sparse import sparse_mqa_logits
 from .triton_tools import result
-from .triton_topk import Mapping, select_rows, topk_positions
+from .triton_topk import Mapping, groups_before, select_rows, topk_positions
 from .validate import Size
 
 SCORE_BYTES = 512 << 20
@@ -74,6 +75,7 @@ def select_densely(
     values = result(given[0], "indexer_select", q, (batch, rows, topk), torch.float32)
     indices = result(given[1], "indexer_select", q, (batch, rows, topk), torch.int64)
     room: Tensor | None = None
+    fine_room: Tensor | None = None
     padded = (positions + 15) // 16 * 16
     for items, some in _tiles(batch, rows, positions, budget):
         own_q = q[items, some]
@@ -81,6 +83,14 @@ def select_densely(
         if room is None:
             room = q.new_empty(shape, dtype=torch.float32)
         scores = room if items == slice(None) else room[:, : shape[1]]
+        count = shape[0] * shape[1]
+        groups = groups_before(count, positions, topk, q.device.index)
+        kept = None if groups is None else tile_maxima(own_q, k)
+        fine = maxima = None
+        if kept is not None:
+            if fine_room is None:
+                fine_room = q.new_empty((count, kept.whole), dtype=torch.float32)
+            fine = fine_room[:count, : kept.whole]
         start, end = _part(row_start, items, some), _part(row_end, items, some)
         if own_q.shape[0] != 0 and own_q.shape[1] != 0 and positions != 0:
             score_rows(
@@ -95,7 +105,11 @@ def select_densely(
                 mask=_part(mask, items, some),
                 bias=_part(bias, items, some),
                 flags=flags and BlockFlags(flags.words[items, some], flags.size),
+                maxima=fine,
             )
+        if groups is not None and fine is not None:
+            fine = fine.unflatten(0, shape[:2])
+            maxima = group_maxima(fine, groups, start, end, positions=positions, kept=kept)
         select_rows(
             "indexer_select",
             scores[..., :positions],
@@ -104,6 +118,7 @@ def select_densely(
             starts=start,
             sorted=sorted,
             mapping=Mapping(positions, fill=fill),
+            maxima=maxima,
             out=(values[items, some], indices[items, some]),
         )
         if observe is not None:

@@ -165,8 +165,8 @@ def largest_byte(word):
 
 @triton.jit
 def scale_step(byte, most):
-    """How far UE8M0 scales lie above 2**-26 of the largest of their vector [int32], 0 to 26."""
-    return tl.maximum(byte.to(tl.int32) - most.to(tl.int32) + 26, 0)
+    """How far UE8M0 scales lie below the largest of their vector [int32], -26 to 0."""
+    return tl.maximum(byte.to(tl.int32) - most.to(tl.int32), -26)
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def widen_relative(packed, scale, most):
     Args:
         scale, most: UE8M0 bytes of the codes' groups, and the largest of their vector's.
     """
-    power = ((scale_step(scale, most) + 114) << 23).to(tl.float32, bitcast=True)
+    power = ((scale_step(scale, most) + 140) << 23).to(tl.float32, bitcast=True)
     code = packed.to(tl.int32)
     low, high = _e2m1(code, power), _e2m1(code >> 4, power)
     return low.to(tl.float8e5), high.to(tl.float8e5)
@@ -195,8 +195,8 @@ def widen_relative_fast(packed, step):
         """
         {
         .reg .b32 small, large, some, other, first, second;
-        mad.lo.u32 small, $3, 0x04040400, 0x0A080400;
-        mad.lo.u32 large, $3, 0x04040404, 0x12100E0C;
+        mad.lo.u32 small, $3, 0x04040400, 0x72706C00;
+        mad.lo.u32 large, $3, 0x04040404, 0x7A787674;
         and.b32 some, $2, 0x77777777;
         shr.u32 other, some, 16;
         prmt.b32 first, small, large, some;

@@ -91,6 +91,15 @@ class DenseTiles(NamedTuple):
     stages: int
 
 
+class TileMaxima(NamedTuple):
+    """What the dense scorer keeps of a row: ``share`` maxima of every ``tile`` positions, ``whole``
+    in all."""
+
+    tile: int
+    share: int
+    whole: Size
+
+
 # Rows of a batch item up to which the dense scorer waits for keys, not for products.
 FEW_DENSE_ROWS = 4
 
@@ -108,10 +117,10 @@ def choose_dense_tiles(
         return DenseTiles(32 if heads * dim <= 4096 else 16, 1, 4, 1)
     choices = [DenseTiles(64, 1, 4, 3)]
     if heads <= 64:
-        # A wide product reads less shared memory for its work (on an H200, 32 and 64 heads of 128).
-        wide = DenseTiles(256, 4 if size == 1 else min(4, 128 // heads), 8, 3)
-        if size == 1 and heads < 64:
-            wide = DenseTiles(128, 4, 4, 3)
+        # A wide product reads less shared memory for its work; one of 128 columns leaves registers
+        # for a second program, whose products fill this one's sums (on an H200, 32 and 64 heads).
+        pair = max(1, min(4, 128 // heads))
+        wide = DenseTiles(128, pair, 4, 3 if size == 1 else 2)
         choices = [wide, DenseTiles(128, 2 if size == 1 else 1, 4, 3), DenseTiles(128, 1, 4, 3)]
         if isinstance(rows, int) and rows <= FEW_DENSE_ROWS:
             # More programs at a time, and no products of rows that are not there.
@@ -128,4 +137,4 @@ def group_rows(rows: Size, positions: Size, tile: int, device: int | None) -> in
     """Rows a program of :func:`dense_scores` takes, fewer where the grid would not fill the GPU."""
     tiles = bound(positions, 2**23) // tile + 1
     wanted = -(-bound(rows, 2**20) * tiles // (4 * processors(device)))
-    return min(64, power_of_two(max(1, wanted)))
+    return min(128, power_of_two(max(1, wanted)))

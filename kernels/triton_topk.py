@@ -67,6 +67,17 @@ def split_rows(rows: Size, width: Size, room: int, device: int | None) -> Split:
     return Split(parts, (part + 15) // 16 * 16)
 
 
+def groups_before(rows: Size, width: Size, topk: Size, device: int | None) -> int | None:
+    """Groups of a row whose maxima are found before its selection; None where no kernel of its own
+    is worth it."""
+    room = 2 * power_of_two(bound(topk, MAX_TOPK), 16)
+    groups = max(room, 1024)
+    if not isinstance(width, int) or width <= _WIDE or width < _A_GROUP * groups:
+        return None
+    parts = split_rows(rows, width, room, device).parts
+    return groups if isinstance(parts, int) and parts == 1 else None
+
+
 def scratch_shape(rows: Size, topk: Size) -> tuple[Size, int, int]:
     """Shape of the int64 ``scratch`` of :func:`select_rows`."""
     return rows, 1, 2 * power_of_two(bound(topk, MAX_TOPK), 16)
@@ -102,8 +113,8 @@ def select_rows(
         keep_all: -inf can be selected.
         split: how many programs share a row. Chosen by the number of rows when None.
         scratch: int64, see :func:`scratch_shape`; used where rows are not split.
-        maxima: fp32 [B * S, G], what :func:`sparse_mqa_logits` has kept of these scores; rows are
-            then not split.
+        maxima: fp32 [B * S, G], the largest scores of G groups of each row's columns, as a scorer
+            or :func:`group_maxima` has kept them; rows are then not split.
         out: (values [B, S, topk] fp32, indices) to write into.
 
     Raises:
@@ -122,15 +133,14 @@ def select_rows(
     count = batch * rows
     k = power_of_two(bound(topk, MAX_TOPK), 16)
     room = 2 * k
+    if maxima is None and split is None:
+        groups = groups_before(count, width, topk, scores.device.index)
+        maxima = None if groups is None else group_maxima(scores, groups, starts, ends)
     if maxima is not None:
         split = Split(1, (width + 15) // 16 * 16)
     if split is None:
         split = split_rows(count, width, room, scores.device.index)
     whole = isinstance(split.parts, int) and split.parts == 1
-    groups = max(room, 1024)
-    if whole and maxima is None and isinstance(width, int) and width > _WIDE:
-        if width >= _A_GROUP * groups:
-            maxima = group_maxima(scores, groups, starts, ends)
     survivors = result(scratch if whole else None, op, scores, (count, 1, room), torch.int64)
     source, stored = scores, False
     if not whole:

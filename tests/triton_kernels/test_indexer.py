@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsa_compile.kernels import triton_indexer
 from dsa_compile.kernels.triton_dense import score_rows
 from dsa_compile.kernels.triton_indexer import (
     indexer_block_max,
@@ -134,3 +135,62 @@ def test_rows_that_share_a_product(pair: int, device: str) -> None:
     want = torch.einsum("bsht,bsh->bst", product, w.double()) * 0.5 + bias
     want = want.masked_fill(~mask, -torch.inf)
     assert_scores_close(out[:, :rows, :n], want, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("bounds", [True, False])
+@pytest.mark.parametrize("tiles", [DenseTiles(128, 2, 4, 2), DenseTiles(256, 4, 8, 2)], ids=str)
+def test_the_dense_scorers_maxima(tiles: DenseTiles, bounds: bool, device: str) -> None:
+    """Each is the largest of its group's scores; groups of a tile hold equally many positions."""
+    rows, n = 7, 300
+    q = torch.randn(2, rows, 3, 32, device=device).bfloat16()
+    k = torch.randn(2, n, 32, device=device).bfloat16()
+    w = torch.randn(2, rows, 3, device=device)
+    starts = ends = None
+    if bounds:
+        starts = torch.tensor([[0, 40, 299, 5, 290, 0, 128]], device=device)
+        ends = torch.tensor([[300, 45, 300, 5, 310, 127, 256]], device=device)
+    out = torch.full((2, rows, n), torch.nan, device=device)
+    share = 8 * tiles.warps
+    count = -(-n // tiles.tile) * share
+    maxima = torch.full((2 * rows, count), torch.nan, device=device)
+    rest: dict[str, Any] = dict.fromkeys(("key_scale", "mask", "bias"))
+    rest |= {"row_start": starts, "row_end": ends, "group": 3, "tiles": tiles, "scale": 0.5}
+    score_rows(q, k, w, out, maxima=maxima, **rest)
+    place = torch.arange(count // share * tiles.tile, device=device)
+    seen = (place < n).expand(2, rows, -1)
+    if starts is not None and ends is not None:
+        seen = seen & (place >= starts[..., None]) & (place < ends[..., None])
+    wide = torch.full(seen.shape, -torch.inf, device=device)
+    wide[..., :n] = out
+    wide = wide.masked_fill(~seen, -torch.inf)
+    want = wide.unflatten(-1, (-1, 2, tiles.warps, 2, 8)).amax((3, 5)).flatten(2).flatten(0, 1)
+    tile_seen = seen.unflatten(-1, (-1, tiles.tile)).any(-1).repeat_interleave(share, -1)
+    assert bool(tile_seen.any())
+    # NaN stands for a group of no position, and unseen tiles hold anything.
+    nothing = maxima.isnan() & (want == -torch.inf)
+    got = torch.where(tile_seen.flatten(0, 1) & ~nothing, maxima, want)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["bounds", "mask", "few", "whole", "tiles"])
+def test_selections_whose_bar_the_dense_scorer_found(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of wide rows, taken by narrow ones."""
+    monkeypatch.setattr(triton_indexer, "groups_before", lambda *_: 64)
+    rows, n = 6, 900
+    q = torch.randint(-3, 4, (1, rows, 2, 32), device=device).bfloat16()
+    k = torch.randint(-3, 4, (1, n, 32), device=device).bfloat16()
+    w = torch.randint(-2, 3, (1, rows, 2), device=device).float()
+    kwargs: dict[str, Any] = {"topk": 20}
+    if kind == "bounds":
+        kwargs["row_start"] = torch.tensor([[0, 3, 700, 20, 899, 128]], device=device)
+        kwargs["row_end"] = torch.tensor([[900, 40, 900, 20, 900, 512]], device=device)
+    elif kind == "mask":
+        kwargs["mask"] = torch.rand(1, rows, n, device=device) < 0.1
+    elif kind == "few":
+        kwargs["row_end"] = torch.tensor([[3, 0, 1, 900, 20, 21]], device=device)
+    want = torch.ops.dsa.indexer_select(q, k, w, **kwargs)
+    budget = {"budget": 4 * n * 5} if kind == "tiles" else {}
+    same(indexer_select(q, k, w, **kwargs, **budget), want)
