@@ -91,8 +91,9 @@ def select_columns(
         row_start=row_start,
         row_end=row_end,
         anchored=anchored,
-        run=run,
+        run=None if run is None else run.columns,
         maxima=maxima,
+        sets=1 if run is None else run.sets,
     )
     return topk_positions(
         logits,
