@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -48,6 +50,25 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
     with torch.no_grad():
         return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
+
+
+def rested_milliseconds(run: Callable[[], Any], pause: float = 0.4) -> float:
+    """Median time of a few calls after a pause, before the card's power limit lowers its clocks.
+
+    Only for calls that take longer than their launch.
+    """
+    run()
+    torch.cuda.synchronize()
+    time.sleep(pause)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
+    with torch.no_grad():
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+    torch.cuda.synchronize()
+    # During the first ones the clocks still rise.
+    return median(a.elapsed_time(b) for a, b in itertools.pairwise(events[2:]))
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
