@@ -19,6 +19,8 @@ from dsa_compile.passes.spell_adapters import Spelled, Speller, arguments
 
 _CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _BLOCKS = ("full", "holes", "twice", "prefix")
+# How large operands are in turn: an op that cuts its scores off does so somewhere in between.
+_SIZES = (1.0, 64.0, 1 / 64)
 
 
 def prove_adapter(call: fx.Node, adapter: Adapter, spelled: Spelled, options: MatchOptions) -> str:
@@ -163,6 +165,7 @@ class _Prover:
     def _draw(self, binding: Binding, turn: int) -> dict[fx.Node, Any]:
         positions = binding.shape(self.spelled.score)[-1]
         draw = Draw(self.generator, positions)
+        size = _SIZES[turn % len(_SIZES)]
         env: dict[fx.Node, Any] = {}
         for role, node in self.roles.items():
             shape, dtype = binding.shape(node), dtype_of(node)
@@ -186,11 +189,15 @@ class _Prover:
                 # No two scores of a row are equal, so that the picks are determined.
                 order = torch.rand(shape, generator=self.generator).argsort(-1)
                 hidden = torch.rand(shape, generator=self.generator) < 0.2
-                scores = (order.float() - shape[-1] / 2) / 8
+                scores = (order.float() - shape[-1] / 2) * (size / 8)
                 env[node] = scores.masked_fill(hidden, -torch.inf).to(dtype)
             elif is_float(node):
                 drawn = draw.normal(shape, torch.float32)
-                env[node] = (drawn.abs() + 0.1 if role == "key_scale" else drawn).to(dtype)
+                if role == "key_scale":
+                    drawn = drawn.abs() + 0.1
+                elif role == "query":
+                    drawn *= size
+                env[node] = drawn.to(dtype)
             else:
                 raise Refusal(f"{role} of {self.adapter.op} has dtype {dtype}", 5)
         return env

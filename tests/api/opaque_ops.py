@@ -45,6 +45,13 @@ def unsigned(
     return scores.masked_fill((position < ks[:, None]) | (position >= ke[:, None]), NEG)
 
 
+def cut(
+    q: Tensor, kv: list[Tensor], weights: Tensor, ks: Tensor, ke: Tensor, clean: bool = True
+) -> Tensor:
+    """Like it, but for scores beyond what operands near one give."""
+    return dense(q, kv, weights, ks, ke).clamp(max=600.0)
+
+
 def raising(
     q: Tensor, kv: list[Tensor], weights: Tensor, ks: Tensor, ke: Tensor, clean: bool = True
 ) -> Tensor:
@@ -60,6 +67,7 @@ def dense_fake(
 _DENSE = "(Tensor q, Tensor[] kv, Tensor weights, Tensor ks, Tensor ke, bool clean=True) -> Tensor"
 _define("mqa_logits", _DENSE, dense, dense_fake)
 _define("unsigned_logits", _DENSE, unsigned, dense_fake)
+_define("cut_logits", _DENSE, cut, dense_fake)
 _define("raising_logits", _DENSE, raising, dense_fake)
 _define("gpu_logits", _DENSE, dense, dense_fake, "CUDA")
 

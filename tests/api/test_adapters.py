@@ -213,9 +213,10 @@ def test_opaque_paged_logits_never_gather_keys(candidates: bool) -> None:
     assert same_sets(fast(*given), model(*given))
 
 
-def test_a_wrong_declaration_is_found_and_the_op_stays() -> None:
-    dense_adapter("unsigned_logits")
-    model = Engine("unsigned_logits").eval()
+@pytest.mark.parametrize("op", ["unsigned_logits", "cut_logits"])
+def test_a_wrong_declaration_is_found_and_the_op_stays(op: str) -> None:
+    dense_adapter(op)
+    model = Engine(op).eval()
     with pytest.warns(dsa_compile.NoMatchWarning):
         fast = dsa_compile.optimize(model, example_inputs=inputs(), config=STATIC)
     site = fast.report.sites[0]
