@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from dsa_compile.adapters import registered_adapters
-from dsa_compile.config import Config
+from dsa_compile.config import Config, near_miss
 from dsa_compile.cost import crossover_on
 from dsa_compile.errors import Need, PassError, ProviderError, SlowPathWarning
 from dsa_compile.kernels.providers import load, uncapturable
@@ -122,7 +122,7 @@ def run_passes(
                 precision=settings.precision,
                 observe=observer(graph_module),
             )
-        run = PassRun(result, _notes(result))
+        run = PassRun(result, (*_notes(result), *_unknown(settings.uncapturable)))
         if lower is not None and run.rewritten:
             _lower(result.graph_module, lower)
     except Exception as fault:
@@ -144,6 +144,19 @@ def run_passes(
 def _notes(result: PipelineResult) -> tuple[str, ...]:
     breaks = result.breaks.items()
     return tuple(f"a CUDA graph is interrupted around {op}: {why}" for op, why in breaks)
+
+
+def _unknown(uncapturable: Mapping[str, str]) -> tuple[str, ...]:
+    """What the report says of names that no library has registered: no call can bear them."""
+    if not uncapturable:
+        return ()
+    overloads = torch._C._dispatch_get_all_op_names()
+    known = {*overloads, *(name.split(".")[0] for name in overloads)}
+    return tuple(
+        f"uncapturable names {name}, and no such op is registered{near_miss(name, known)}"
+        for name in uncapturable
+        if name not in known and name.removesuffix(".default") not in known
+    )
 
 
 def _lower(graph_module: fx.GraphModule, lower: Callable[[fx.GraphModule], object]) -> None:

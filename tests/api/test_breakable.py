@@ -267,6 +267,16 @@ def test_the_report_names_the_breaks() -> None:
     assert BLOCK == 4
 
 
+def test_the_report_names_ops_that_no_library_has() -> None:
+    wrong = ("dsa_cpu::topkk", "aten::add.Tensor", "aten::relu.default")
+    config = {"uncapturable": wrong, "dynamic": False}
+    optimized = dsa_compile.optimize(TwoLevel().eval(), example_inputs=(inputs(),), config=config)
+    assert [note for note in optimized.report.notes if note.startswith("uncapturable")] == [
+        "uncapturable names dsa_cpu::topkk, and no such op is registered; did you mean "
+        "'dsa_cpu::topk'?"
+    ]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("names", [(), ("dsa_triton::select_columns",)])
 def test_on_a_gpu(names: tuple[str, ...]) -> None:
