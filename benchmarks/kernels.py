@@ -87,9 +87,8 @@ def parts(results: Results, rows: int, positions: int) -> None:
         sparse_block=BLOCK,
         key_scale=p.key_scale,
         out=logits,
-        run=run.columns,
+        run=run,
         maxima=maxima,
-        sets=run.sets,
     )
     select = partial(topk_positions, end=end, blocks=blocks, topk=TOPK, **shape)
     for dtype in (torch.float32, torch.bfloat16):

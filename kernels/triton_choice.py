@@ -91,9 +91,8 @@ def select_columns(
         row_start=row_start,
         row_end=row_end,
         anchored=anchored,
-        run=None if run is None else run.columns,
+        run=run,
         maxima=maxima,
-        sets=1 if run is None else run.sets,
     )
     return topk_positions(
         logits,

@@ -5,8 +5,7 @@ one product with the row's queries [D, H], so that the sum over heads runs along
 inner axis, mostly within a thread.
 
 Where the best columns of a row are looked for next, the largest score of each of a program's TILE
-lanes is kept on the way, of long programs of every other tile: a bar for the selection, without a
-read of the row.
+lanes is kept on the way: a bar for the selection, without a read of the row.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ def sparse_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    MAXIMA: tl.constexpr,
+    HAS_MAXIMA: tl.constexpr,
     ANCHORED: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -215,7 +214,6 @@ def sparse_kernel(
     # starts the copies of the next keys after a product, and they have all that to arrive in.
     block = _tile_blocks(line, first, inner, inner_block, valid, blocks_n, SPARSE_BLOCK, TILE)
     most = tl.full([TILE], float("-inf"), tl.float32)
-    other = most
     product = tl.zeros([TILE, HEADS], tl.float32)
     factor = tl.zeros([TILE], tl.float32)
     added = tl.zeros([TILE], tl.float32)
@@ -238,11 +236,8 @@ def sparse_kernel(
             HEADS,
             TYPE,
         )
-        if MAXIMA:
-            # Tiles take turns: what is kept of one tile in two halves the groups' sizes.
-            turned = tl.maximum(most, score)
-            most = other if MAXIMA == 2 else turned
-            other = turned
+        if HAS_MAXIMA:
+            most = tl.maximum(most, score)
         column = base + inner
         here = column < valid
         offset = inner_place if TILE % SPARSE_BLOCK == 0 else column % SPARSE_BLOCK + shift
@@ -293,12 +288,10 @@ def sparse_kernel(
         HEADS,
         TYPE,
     )
-    if MAXIMA:
-        group = program.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        group = group * (TILE * MAXIMA) + inner
-        tl.store(maxima + group, tl.maximum(most, score))
-        if MAXIMA == 2:
-            tl.store(maxima + group + TILE, other)
+    if HAS_MAXIMA:
+        most = tl.maximum(most, score)
+        group = (program.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * TILE
+        tl.store(maxima + group + inner, most)
     for base in range(valid, limit, TILE):
         column = base + inner
         nothing = tl.full([TILE], float("-inf"), tl.float32).to(out.dtype.element_ty)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .triton_scores import sparse_kernel
-from .triton_tiles import LONGEST, Tiles, choose_tiles, columns_a_program
+from .triton_tiles import Tiles, choose_tiles, columns_a_program
 from .triton_tools import (
     at_most,
     bound,
@@ -112,7 +112,6 @@ def sparse_mqa_logits(
     tiles: Tiles | None = None,
     run: Size | None = None,
     maxima: Tensor | None = None,
-    sets: int = 1,
 ) -> Tensor:
     """Scores of the candidate columns; see ``dsa::sparse_mqa_logits``.
 
@@ -126,8 +125,8 @@ def sparse_mqa_logits(
         out: [B, S, W] to write into; ``out_dtype``: fp32, or bf16 for half the traffic.
         tiles, run: launch parameters, for measurements.
         maxima: fp32 [B * S, :func:`maxima_groups`] to write the largest scores of disjoint groups
-            of a row's columns into, ``sets`` (1 or 2) for each lane of a program, -inf where there
-            is none; NaN does not count. ``out`` is then fp32.
+            of a row's columns into, -inf where there is none; NaN does not count. ``out`` is then
+            fp32.
 
     Returns:
         logits [B, S, W]; -inf where hidden and from ``end`` on.
@@ -148,7 +147,7 @@ def sparse_mqa_logits(
     if tiles is None:
         tiles = scorer_tiles(q, k)
     if run is None:
-        run = columns_a_program(batch * rows, width, tiles.tile, q.device.index, LONGEST)
+        run = columns_a_program(batch * rows, width, tiles.tile, q.device.index)
     keys, k_b, _ = by_row(k[:, None], batch, rows, q)
     lines, blocks_b, blocks_s = by_row(blocks, batch, rows, q)
     stops, end_b, end_s = by_row(end, batch, rows, q)
@@ -213,7 +212,7 @@ def sparse_mqa_logits(
         HAS_SCALE=key_scale is not None,
         HAS_MASK=mask is not None,
         HAS_BIAS=bias is not None,
-        MAXIMA=0 if maxima is None else sets,
+        HAS_MAXIMA=maxima is not None,
         ANCHORED=anchored,
         SPARSE_BLOCK=sparse_block,
         HEADS=padded_heads,

@@ -15,8 +15,6 @@ from .validate import Size
 # Rows up to this wide are selected from in registers; maxima of them are of no use.
 MIN_WIDTH = 8192
 MAX_MAXIMA = 4096
-# Most tiles that a program of candidate columns scores, where rows are many.
-LONGEST = 32
 
 
 class Tiles(NamedTuple):
@@ -47,35 +45,22 @@ def choose_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) -> Tiles
     return Tiles(tile, 4, stages, registers)
 
 
-def columns_a_program(
-    rows: Size, width: Size, tile: int, device: int | None, most: int = 16
-) -> Size:
-    """Columns that one program scores: all of a row's where rows fill the GPU, fewer otherwise.
-
-    Args:
-        most: tiles of a program.
-    """
+def columns_a_program(rows: Size, width: Size, tile: int, device: int | None) -> Size:
+    """Columns that one program scores: all of a row's where rows fill the GPU, fewer otherwise."""
     # Many programs a multiprocessor even out rows of different lengths and the last ones; 16 tiles
     # of a program pay for loading the queries. Programs of less than 4 are for when there would be
     # too few otherwise.
     device_programs = 32 * processors(device)
     tiles = (width + tile - 1) // tile
-    run = torch.sym_min(rows * tiles // device_programs, most)
+    run = torch.sym_min(rows * tiles // device_programs, 16)
     run = torch.sym_max(run, torch.sym_min(16 * (rows * tiles) // device_programs, 4))
     return torch.sym_max(torch.sym_max(run, 1), (tiles + 65534) // 65535) * tile
 
 
-class MaximaRun(NamedTuple):
-    """Columns that a program scores, and how many maxima each of its lanes keeps of them."""
-
-    columns: Size
-    sets: int
-
-
 def columns_for_maxima(
     rows: Size, width: Size, topk: Size, tile: int, device: int | None
-) -> MaximaRun | None:
-    """What a program scores such that the scorer's maxima give the selection a good bar.
+) -> Size | None:
+    """Columns a program such that the scorer's maxima give the selection a good bar.
 
     None where the selection does better to look for itself.
     """
@@ -88,15 +73,13 @@ def columns_for_maxima(
     least = max(2, -(-tiles * tile // MAX_MAXIMA))
     if least > most or width <= MIN_WIDTH:
         return None
-    run = columns_a_program(rows, width, tile, device, LONGEST) // tile
-    if isinstance(run, int) and run > most:
-        return MaximaRun(min(run, 2 * most) * tile, 2)
-    return MaximaRun(torch.sym_max(torch.sym_min(run, most), least) * tile, 1)
+    run = columns_a_program(rows, width, tile, device) // tile
+    return torch.sym_max(torch.sym_min(run, most), least) * tile
 
 
-def maxima_groups(width: Size, run: MaximaRun, tile: int) -> Size:
-    """Maxima of a row where programs score ``run``."""
-    return (width + run.columns - 1) // run.columns * tile * run.sets
+def maxima_groups(width: Size, run: Size, tile: int) -> Size:
+    """Maxima of a row where programs score ``run`` columns each."""
+    return (width + run - 1) // run * tile
 
 
 class DenseTiles(NamedTuple):

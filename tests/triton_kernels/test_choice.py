@@ -11,7 +11,7 @@ import torch
 import dsa_compile.kernels.triton  # noqa: F401 (registers the ops)
 from dsa_compile.kernels import triton_choice
 from dsa_compile.kernels.triton_sparse import sparse_mqa_logits
-from dsa_compile.kernels.triton_tiles import MaximaRun, Tiles, columns_for_maxima
+from dsa_compile.kernels.triton_tiles import columns_for_maxima
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -83,11 +83,8 @@ def test_few_rows_are_scored_densely_for_longer(
     assert forms == ["select_densely" if dense else "sparse_mqa_logits"]
 
 
-@pytest.mark.parametrize("sets", [1, 2])
 @pytest.mark.parametrize("nan", [False, True])
-def test_the_scorers_maxima_cut_nothing_off(
-    nan: bool, sets: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scorers_maxima_cut_nothing_off(nan: bool, device: str) -> None:
     """Rows so wide that the scorer hands maxima on: one plain, one of few columns, one of ties."""
     generator = torch.Generator().manual_seed(3)
     heads, dim, positions, rows, k, block = 2, 32, 12_000, 3, 40, 128
@@ -105,12 +102,7 @@ def test_the_scorers_maxima_cut_nothing_off(
     blocks, valid = torch.ops.dsa.candidate_expand(
         ids, None, end, num_positions=positions, block_size=block, sparse_block=block
     )
-    run = columns_for_maxima(rows, blocks.shape[2] * block, k, 32, q.device.index)
-    assert run is not None and run.sets == 1
-    if sets == 2:
-        # As of rows that fill the GPU many times.
-        run = MaximaRun(8 * 32, 2)
-        monkeypatch.setattr(triton_choice, "columns_for_maxima", lambda *_: run)
+    assert columns_for_maxima(rows, blocks.shape[2] * block, k, 32, q.device.index) is not None
     got = torch.ops.dsa_triton.select_columns(
         q,
         keys,
@@ -133,26 +125,6 @@ def test_the_scorers_maxima_cut_nothing_off(
     )
     assert torch.equal(got[0].nan_to_num(9e9), want[0].nan_to_num(9e9))
     assert torch.equal(got[1], want[1])
-
-
-@pytest.mark.parametrize("sets", [1, 2])
-def test_the_scorers_maxima(sets: int, device: str) -> None:
-    """Each is the largest of a lane's columns, in a program's every tile or every other."""
-    tile, run, width, rows = 32, 5 * 32, 1_000, 3
-    q, k, w = (torch.randn(1, rows, *rest, device=device) for rest in ((4, 32), (32,), (4,)))
-    k = torch.randn(1, width, 32, device=device)
-    blocks = torch.randperm(width // 8, device=device).int().expand(1, rows, -1)
-    end = torch.tensor([[width, 700, 0]], device=device)
-    maxima = torch.full((rows, 7 * tile * sets), torch.nan, device=device)
-    rest = {"sparse_block": 8, "run": run, "maxima": maxima, "sets": sets}
-    scores = sparse_mqa_logits(q, k, w, blocks, end, tiles=Tiles(tile, 4, 1), **rest)
-    wide = torch.full((rows, 7, 6, tile), -torch.inf, device=device)
-    for program in range(7):
-        some = scores[0, :, program * run : (program + 1) * run]
-        wide[:, program].view(rows, -1)[:, : some.shape[1]] = some
-    want = wide.unflatten(2, (3, 2)).amax(2) if sets == 2 else wide.amax(2, keepdim=True)
-    got = maxima.view(rows, 7, sets, tile)
-    torch.testing.assert_close(got.sort(2).values, want.sort(2).values, rtol=0, atol=0)
 
 
 def test_maxima_are_those_of_what_is_written(device: str) -> None:
