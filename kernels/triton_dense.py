@@ -278,7 +278,7 @@ def score_rows(
         masks.view(torch.int8) if mask is not None else masks,
         listed,
         biases,
-        out if maxima is None else maxima,
+        q if maxima is None else maxima,
         out,
         rows,
         heads,

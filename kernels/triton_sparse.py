@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .triton_scores import sparse_kernel
-from .triton_tiles import Tiles, choose_tiles, columns_a_program
+from .triton_tiles import LONGEST, Tiles, choose_tiles, columns_a_program
 from .triton_tools import (
     at_most,
     bound,
@@ -147,7 +147,7 @@ def sparse_mqa_logits(
     if tiles is None:
         tiles = scorer_tiles(q, k)
     if run is None:
-        run = columns_a_program(batch * rows, width, tiles.tile, q.device.index)
+        run = columns_a_program(batch * rows, width, tiles.tile, q.device.index, LONGEST)
     keys, k_b, _ = by_row(k[:, None], batch, rows, q)
     lines, blocks_b, blocks_s = by_row(blocks, batch, rows, q)
     stops, end_b, end_s = by_row(end, batch, rows, q)

@@ -15,6 +15,8 @@ from .validate import Size
 # Rows up to this wide are selected from in registers; maxima of them are of no use.
 MIN_WIDTH = 8192
 MAX_MAXIMA = 4096
+# Most tiles that a program of candidate columns scores where it keeps no maxima.
+LONGEST = 32
 
 
 class Tiles(NamedTuple):
@@ -45,14 +47,20 @@ def choose_tiles(heads: int, dim: int, dtype: torch.dtype, memory: int) -> Tiles
     return Tiles(tile, 4, stages, registers)
 
 
-def columns_a_program(rows: Size, width: Size, tile: int, device: int | None) -> Size:
-    """Columns that one program scores: all of a row's where rows fill the GPU, fewer otherwise."""
+def columns_a_program(
+    rows: Size, width: Size, tile: int, device: int | None, most: int = 16
+) -> Size:
+    """Columns that one program scores: all of a row's where rows fill the GPU, fewer otherwise.
+
+    Args:
+        most: tiles of a program.
+    """
     # Many programs a multiprocessor even out rows of different lengths and the last ones; 16 tiles
     # of a program pay for loading the queries. Programs of less than 4 are for when there would be
     # too few otherwise.
     device_programs = 32 * processors(device)
     tiles = (width + tile - 1) // tile
-    run = torch.sym_min(rows * tiles // device_programs, 16)
+    run = torch.sym_min(rows * tiles // device_programs, most)
     run = torch.sym_max(run, torch.sym_min(16 * (rows * tiles) // device_programs, 4))
     return torch.sym_max(torch.sym_max(run, 1), (tiles + 65534) // 65535) * tile
 

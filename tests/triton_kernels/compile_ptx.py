@@ -52,13 +52,15 @@ def sparse(dtype: torch.dtype, heads: int, dim: int, full: bool = False) -> None
     sparse_mqa_logits(q, k, w, _int32(1, 2048, 2048), end, sparse_block=8, row_end=end, **more)
 
 
-def dense(dtype: torch.dtype, heads: int, dim: int, rows: int = 256) -> None:
+def dense(
+    dtype: torch.dtype, heads: int, dim: int, rows: int = 256, positions: int = 16384
+) -> None:
     from dsa_compile.kernels.triton_indexer import indexer_publish
 
-    q, k, w = scores(dtype, rows, heads, 16384, dim)
+    q, k, w = scores(dtype, rows, heads, positions, dim)
     more: dict[str, Any] = {"row_end": _int32(1, rows)}
     if dtype.itemsize == 1:
-        more["key_scale"] = torch.empty(1, 16384, device="meta")
+        more["key_scale"] = torch.empty(1, positions, device="meta")
     indexer_publish(q, k, w, topk=256, num_blocks=128, block_size=8, **more)
 
 
@@ -110,6 +112,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "sparse-largest": lambda: sparse(torch.bfloat16, 128, 256),
     "dense-bfloat16": lambda: dense(torch.bfloat16, 64, 128),
     "dense-fp8": lambda: dense(FP8, 64, 128),
+    "dense-wide": lambda: dense(torch.bfloat16, 32, 128, 2048, 131072),
     "dense-one-row": lambda: dense(torch.bfloat16, 32, 128, 1),
     "topk-split": lambda: topk(torch.bfloat16, 1, 65536, 64, False),
     "topk": lambda: topk(torch.float32, 2048, 16384, 512, True),

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 CALLS = {
-    "sm_80": "choice-dense dense-bfloat16 remap expand sparse-bfloat16 sparse-float32",
+    "sm_80": "choice-dense dense-bfloat16 dense-wide remap expand sparse-bfloat16 sparse-float32",
     "sm_89": "sparse-fp8 dense-fp8 dense-one-row",
     "sm_90": "choice-sparse choice-dense topk topk-wide remap expand sparse-bfloat16 "
     "sparse-float16-options sparse-fp8 sparse-largest sparse-float32 dense-bfloat16 dense-fp8 "
-    "dense-one-row",
-    "sm_100": "dense-fp8 remap expand sparse-fp8",
+    "dense-one-row dense-wide",
+    "sm_100": "dense-fp8 dense-wide remap expand sparse-fp8",
     "sm_120": "dense-fp8 topk-wide remap expand sparse-largest",
 }
 EVERY = {"sparse_kernel", "dense_scores", "select", "finish", "remap_kernel", "expand_kernel"}

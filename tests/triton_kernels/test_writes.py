@@ -15,7 +15,6 @@ from pathlib import Path
 WRITTEN = {
     "block_max_kernel": {"out"},
     "columns_kernel": {"out"},
-    "dense_scores": {"out"},
     "expand_kernel": {"flags", "blocks", "end"},
     "finish": {"survivors", "values", "index"},
     "flags_kernel": {"words"},
@@ -24,9 +23,10 @@ WRITTEN = {
     "select": {"survivors"},
     "stored_kernel": {"out"},
 }
+KEEPING_MAXIMA = {"sparse_kernel", "dense_scores"}
 # Each with and without bounds, split rows, kept maxima, and columns that become positions.
 CALLS = "sparse-bfloat16 sparse-float16-options dense-bfloat16 topk-split topk choice-sparse "
-CALLS += "choice-dense remap expand bounds stored"
+CALLS += "choice-dense dense-wide remap expand bounds stored"
 
 
 def test_only_results_are_written_to() -> None:
@@ -41,10 +41,13 @@ def test_only_results_are_written_to() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     launches = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {launch["kernel"] for launch in launches} == {*WRITTEN, "sparse_kernel"}
+    assert {launch["kernel"] for launch in launches} == {*WRITTEN, *KEEPING_MAXIMA}
+    kept: set[str] = set()
     for launch in launches:
         assert launch["read_too"] == [], launch
-        if launch["kernel"] == "sparse_kernel":
+        if launch["kernel"] in KEEPING_MAXIMA:
             assert set(launch["written"]) in ({"out"}, {"out", "maxima"}), launch
+            kept.update({launch["kernel"]} if "maxima" in launch["written"] else ())
         else:
             assert set(launch["written"]) == WRITTEN[launch["kernel"]], launch
+    assert kept == KEEPING_MAXIMA
