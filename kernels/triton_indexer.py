@@ -85,7 +85,8 @@ def select_densely(
         scores = room if items == slice(None) else room[:, : shape[1]]
         count = shape[0] * shape[1]
         groups = groups_before(count, positions, topk, q.device.index)
-        kept = None if groups is None else tile_maxima(own_q, k)
+        # Where there are flags, keeping maxima costs more than the read that it saves.
+        kept = None if groups is None or flags is not None else tile_maxima(own_q, k)
         fine = maxima = None
         if kept is not None:
             if fine_room is None:
