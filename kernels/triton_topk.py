@@ -67,6 +67,15 @@ def split_rows(rows: Size, width: Size, room: int, device: int | None) -> Split:
     return Split(parts, (part + 15) // 16 * 16)
 
 
+def _split_again(rows: Size, width: Size, room: int, device: int | None) -> Split:
+    """How what parts have handed on is reduced: by one program unless that had much to do."""
+    if isinstance(rows, int) and isinstance(width, int):
+        split = split_rows(rows, width, room, device)
+        if isinstance(split.parts, int) and split.parts >= 4:
+            return split
+    return Split(1, width)
+
+
 def groups_before(rows: Size, width: Size, topk: Size, device: int | None) -> int | None:
     """Groups of a row whose maxima are found before its selection; None where no kernel of its own
     is worth it."""
@@ -143,11 +152,13 @@ def select_rows(
     whole = isinstance(split.parts, int) and split.parts == 1
     survivors = result(scratch if whole else None, op, scores, (count, 1, room), torch.int64)
     source, stored = scores, False
-    if not whole:
+    while not whole:
         handed = scores.new_empty((count, split.parts, room), dtype=torch.int64)
-        _launch_select(scores, starts, ends, handed, topk, split, False, keep_all, warps, None)
+        _launch_select(source, starts, ends, handed, topk, split, stored, keep_all, warps, None)
         source, stored = handed.view(batch, rows, -1), True
-        starts, ends, split = None, None, Split(1, split.parts * room)
+        starts, ends = None, None
+        split = _split_again(count, split.parts * room, room, scores.device.index)
+        whole = isinstance(split.parts, int) and split.parts == 1
     _launch_select(source, starts, ends, survivors, topk, split, stored, keep_all, warps, maxima)
     to = mapping or Mapping(0)
     lines, blocks_b, blocks_s = by_row(to.blocks, batch, rows, scores)

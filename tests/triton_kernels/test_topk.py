@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsa_compile.kernels import triton_topk
 from dsa_compile.kernels.triton_groups import group_maxima
 from dsa_compile.kernels.triton_remap import topk_remap
-from dsa_compile.kernels.triton_topk import Split, select_rows, topk, topk_positions
+from dsa_compile.kernels.triton_topk import (
+    Split,
+    _launch_select,
+    select_rows,
+    topk,
+    topk_positions,
+)
 
 from .conftest import ON_GPU
 
@@ -65,6 +72,31 @@ def test_rows_wider_than_registers(ties: bool, split: Split | None, device: str)
     x = torch.randn(1, 1, 40_000)
     x = (2 * x).round() if ties else x
     check(x, torch.tensor([[39_999]]), 40, device, split=split)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "nan", "few", "all"])
+def test_one_row_that_many_programs_share(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of the row, parts of what those hand on, and what these do."""
+    parts: list[int] = []
+
+    def launch(*args: Any) -> None:
+        parts.append(args[5].parts)
+        _launch_select(*args)
+
+    monkeypatch.setattr(triton_topk, "_launch_select", launch)
+    x, end = torch.randn(1, 1, 1 << 17), torch.tensor([[(1 << 17) - 5]])
+    if kind == "ties":
+        x = (2 * x).round()
+    elif kind == "nan":
+        x[..., ::3] = torch.nan
+    elif kind == "few":
+        end = torch.tensor([[300]])
+    elif kind == "all":
+        x[:] = 1.5
+    check(x, end, 300, device)
+    assert parts == [32, 8, 1] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
