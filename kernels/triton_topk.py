@@ -67,13 +67,17 @@ def split_rows(rows: Size, width: Size, room: int, device: int | None) -> Split:
     return Split(parts, (part + 15) // 16 * 16)
 
 
-def _split_again(rows: Size, width: Size, room: int, device: int | None) -> Split:
-    """How what parts have handed on is reduced: by one program unless that had much to do."""
-    if isinstance(rows, int) and isinstance(width, int):
-        split = split_rows(rows, width, room, device)
-        if isinstance(split.parts, int) and split.parts >= 4:
-            return split
-    return Split(1, width)
+def _split_again(rows: Size, width: Size, room: int, level: int, device: int | None) -> Split:
+    """How what parts have handed on is reduced: by one program unless that had much to do.
+
+    Args:
+        width: what a row's parts of the ``level``-th reduction hand on.
+    """
+    split = split_rows(rows, width, room, device)
+    if isinstance(split.parts, int):
+        return split if split.parts >= 4 else Split(1, width)
+    # Where sizes are symbolic, the number of reductions cannot depend on them.
+    return split if level == 1 and bound(width, MAX_WIDTH) > 4 * _STREAMED else Split(1, width)
 
 
 def groups_before(rows: Size, width: Size, topk: Size, device: int | None) -> int | None:
@@ -151,13 +155,14 @@ def select_rows(
         split = split_rows(count, width, room, scores.device.index)
     whole = isinstance(split.parts, int) and split.parts == 1
     survivors = result(scratch if whole else None, op, scores, (count, 1, room), torch.int64)
-    source, stored = scores, False
+    source, stored, level = scores, False, 0
     while not whole:
         handed = scores.new_empty((count, split.parts, room), dtype=torch.int64)
         _launch_select(source, starts, ends, handed, topk, split, stored, keep_all, warps, None)
         source, stored = handed.view(batch, rows, -1), True
         starts, ends = None, None
-        split = _split_again(count, split.parts * room, room, scores.device.index)
+        level += 1
+        split = _split_again(count, split.parts * room, room, level, scores.device.index)
         whole = isinstance(split.parts, int) and split.parts == 1
     _launch_select(source, starts, ends, survivors, topk, split, stored, keep_all, warps, maxima)
     to = mapping or Mapping(0)

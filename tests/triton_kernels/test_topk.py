@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from dsa_compile.kernels import triton_topk
 from dsa_compile.kernels.triton_groups import group_maxima
@@ -14,7 +20,9 @@ from dsa_compile.kernels.triton_remap import topk_remap
 from dsa_compile.kernels.triton_topk import (
     Split,
     _launch_select,
+    _split_again,
     select_rows,
+    split_rows,
     topk,
     topk_positions,
 )
@@ -218,3 +226,18 @@ def test_limits_are_named(device: str) -> None:
         topk(x, end, topk=4097)
     with pytest.raises(TypeError, match="float64"):
         topk(x.double(), end, topk=4)
+
+
+def test_symbolic_rows_are_reduced_a_fixed_number_of_times() -> None:
+    """Without a guard: one compiled graph serves every length."""
+    environment = ShapeEnv()
+    wide = StatelessSymbolicContext([DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.DYNAMIC])
+    mode = FakeTensorMode(shape_env=environment)
+    x = mode.from_tensor(torch.empty(1, 37, 41_000), symbolic_context=wide)
+    for width, again in ((x.shape[2], True), (16_384, False)):
+        first = split_rows(x.shape[1], width, 1024, None)
+        second = _split_again(x.shape[1], first.parts * 1024, 1024, 1, None)
+        assert isinstance(second.parts, torch.SymInt) == again
+        third = _split_again(x.shape[1], second.parts * 1024, 1024, 2, None)
+        assert isinstance(third.parts, int) and third.parts == 1
+    assert environment.guards == []
