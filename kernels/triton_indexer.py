@@ -15,8 +15,9 @@ from .triton_flags import BlockFlags
 from .triton_groups import group_maxima
 from .triton_maxima import block_maxima
 from .triton_sparse import sparse_mqa_logits
+from .triton_split import groups_before
 from .triton_tools import result
-from .triton_topk import Mapping, groups_before, select_rows, topk_positions
+from .triton_topk import Mapping, select_rows, topk_positions
 from .validate import Size
 
 SCORE_BYTES = 512 << 20

@@ -10,8 +10,9 @@ from torch import Tensor
 from .triton_columns import column_position
 from .triton_expand import within
 from .triton_finish import hidden_positions
+from .triton_split import MAX_TOPK
 from .triton_tools import at_most, bound, by_row, power_of_two, require, result, wrap_triton
-from .triton_topk import MAX_TOPK, SCORES
+from .triton_topk import SCORES
 from .validate import Size
 
 

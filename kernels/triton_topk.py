@@ -10,6 +10,15 @@ from torch import Tensor
 from .triton_finish import finish
 from .triton_groups import group_maxima
 from .triton_select import select
+from .triton_split import (
+    MAX_TOPK,
+    MAX_WIDTH,
+    STREAMED,
+    Split,
+    groups_before,
+    split_again,
+    split_rows,
+)
 from .triton_tiles import MAX_MAXIMA
 from .triton_tools import (
     at_most,
@@ -26,18 +35,10 @@ from .triton_tools import (
 from .validate import Size
 
 SCORES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_TOPK = 4096
-MAX_WIDTH = 2**23
-# Columns that a program holds at once: a whole narrow row, or as much of a wide one as leaves
-# registers for a second program on the multiprocessor (measured on an H200).
+# A row of so many columns is read once and stays in registers (measured on an H200).
 _IN_REGISTERS = 8192
-_STREAMED = 8192
 _REGISTERS = 128
 _A_THREAD = 32
-# From this width on, and where groups hold columns enough, their maxima are found first: the two
-# reads are then faster than two of a program that holds 2 * topk groups.
-_WIDE = 16384
-_A_GROUP = 8
 
 
 class Mapping(NamedTuple):
@@ -49,46 +50,6 @@ class Mapping(NamedTuple):
     sparse_block: int = 1
     anchored: bool = False
     fill: float | None = None
-
-
-class Split(NamedTuple):
-    """Parts of a row that programs of their own reduce first, and the columns of each."""
-
-    parts: Size
-    width: Size
-
-
-def split_rows(rows: Size, width: Size, room: int, device: int | None) -> Split:
-    """As many parts as keep the GPU busy, each at least 4 times as wide as what it hands on."""
-    wanted = torch.sym_max(2 * processors(device) // torch.sym_max(rows, 1), 1)
-    most = torch.sym_max(width // (4 * max(room, 1024)), 1)
-    parts = torch.sym_min(torch.sym_min(wanted, most), 128)
-    part = (width + parts - 1) // parts
-    return Split(parts, (part + 15) // 16 * 16)
-
-
-def _split_again(rows: Size, width: Size, room: int, level: int, device: int | None) -> Split:
-    """How what parts have handed on is reduced: by one program unless that had much to do.
-
-    Args:
-        width: what a row's parts of the ``level``-th reduction hand on.
-    """
-    split = split_rows(rows, width, room, device)
-    if isinstance(split.parts, int):
-        return split if split.parts >= 4 else Split(1, width)
-    # Where sizes are symbolic, the number of reductions cannot depend on them.
-    return split if level == 1 and bound(width, MAX_WIDTH) > 4 * _STREAMED else Split(1, width)
-
-
-def groups_before(rows: Size, width: Size, topk: Size, device: int | None) -> int | None:
-    """Groups of a row whose maxima are found before its selection; None where no kernel of its own
-    is worth it."""
-    room = 2 * power_of_two(bound(topk, MAX_TOPK), 16)
-    groups = max(room, 1024)
-    if not isinstance(width, int) or width <= _WIDE or width < _A_GROUP * groups:
-        return None
-    parts = split_rows(rows, width, room, device).parts
-    return groups if isinstance(parts, int) and parts == 1 else None
 
 
 def scratch_shape(rows: Size, topk: Size) -> tuple[Size, int, int]:
@@ -162,7 +123,7 @@ def select_rows(
         source, stored = handed.view(batch, rows, -1), True
         starts, ends = None, None
         level += 1
-        split = _split_again(count, split.parts * room, room, level, scores.device.index)
+        split = split_again(count, split.parts * room, room, level, scores.device.index)
         whole = isinstance(split.parts, int) and split.parts == 1
     _launch_select(source, starts, ends, survivors, topk, split, stored, keep_all, warps, maxima)
     to = mapping or Mapping(0)
@@ -226,7 +187,7 @@ def _launch_select(
     groups = max(room, min(1024, power_of_two(bound(split.width, _IN_REGISTERS), 16)))
     largest = max(_IN_REGISTERS, groups)
     single = maxima is None and known_at_most(split.width, largest)
-    depth = max(1, _STREAMED // groups)
+    depth = max(1, STREAMED // groups)
     if single:
         depth = power_of_two(bound(split.width, largest), groups) // groups
     registers = None if groups > 1024 else _REGISTERS

@@ -17,12 +17,10 @@ from torch.fx.experimental.symbolic_shapes import (
 from dsa_compile.kernels import triton_topk
 from dsa_compile.kernels.triton_groups import group_maxima
 from dsa_compile.kernels.triton_remap import topk_remap
+from dsa_compile.kernels.triton_split import Split, split_again, split_rows
 from dsa_compile.kernels.triton_topk import (
-    Split,
     _launch_select,
-    _split_again,
     select_rows,
-    split_rows,
     topk,
     topk_positions,
 )
@@ -236,8 +234,8 @@ def test_symbolic_rows_are_reduced_a_fixed_number_of_times() -> None:
     x = mode.from_tensor(torch.empty(1, 37, 41_000), symbolic_context=wide)
     for width, again in ((x.shape[2], True), (16_384, False)):
         first = split_rows(x.shape[1], width, 1024, None)
-        second = _split_again(x.shape[1], first.parts * 1024, 1024, 1, None)
+        second = split_again(x.shape[1], first.parts * 1024, 1024, 1, None)
         assert isinstance(second.parts, torch.SymInt) == again
-        third = _split_again(x.shape[1], second.parts * 1024, 1024, 2, None)
+        third = split_again(x.shape[1], second.parts * 1024, 1024, 2, None)
         assert isinstance(third.parts, int) and third.parts == 1
     assert environment.guards == []
