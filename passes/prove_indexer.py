@@ -28,6 +28,10 @@ _MORE_DRAWS = 12
 
 def _epsilon(trace: ScoreTrace) -> float:
     kinds = {value(n).dtype for n in trace.path if is_float(n)}
+    for kind in kinds:
+        if kind.itemsize < 2:
+            name = str(kind).removeprefix("torch.")
+            raise Refusal(f"its scores are rounded to {name}, too coarse to be told from others", 4)
     return max(torch.finfo(k).eps for k in kinds)
 
 

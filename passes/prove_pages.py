@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dsa_compile.kernels.key_cache_reference import parts_of_pages
-from dsa_compile.kernels.quantise import dequantise_mxfp4
 from dsa_compile.passes.axis_labels import Axis, LabelError, Labels
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
+from dsa_compile.passes.check_entries import BEYOND, check_entries
 from dsa_compile.passes.context import MatchOptions
+from dsa_compile.passes.draw_pages import CacheDraw, draw_fused, draw_numbers, same_numbers
 from dsa_compile.passes.follow_axes import AxisFollower
 from dsa_compile.passes.graph_tools import (
     ancestors,
@@ -114,6 +114,8 @@ class PagesProver:
         bound = SizeBinder().bindings(nodes, pages.table, count=2)
         if not bound:
             raise Refusal("no small sizes satisfy the guards around the block table", 5)
+        cache = set(self.given) - {pages.table}
+        check_entries(cone, self.targets, pages.table, cache, pages.page, bound[0])
         size = max(memory(cone, bound[0]), 8 * math.prod(bound[0].shape(pages.cache)))
         if size > min(SLOW, self.options.probe_memory_bytes):
             try:
@@ -187,7 +189,8 @@ class PagesProver:
         raise Refusal("unused pages are read by no rule that is known", 8)
 
     def _agrees(self, binding: Binding, entries: str, pages: Pages) -> bool:
-        cache, rows, factors = self._cache(binding)
+        drawn = self._cache(binding)
+        cache, rows, factors = drawn.cache, drawn.rows, drawn.factors
         count = rows.shape[0] // pages.page
         shape = binding.shape(pages.table)
         table = torch.randint(0, count, shape, generator=self.generator)
@@ -196,7 +199,7 @@ class PagesProver:
             below = torch.randint(-min(2, count), 0, shape, generator=self.generator)
             table = torch.where(odd, below, table)
         elif entries == "high":
-            table = torch.where(odd, count + 3, table)
+            table = torch.where(odd, count + BEYOND, table)
         env: dict[fx.Node, Any] = {pages.cache: cache, pages.table: table.to(dtype_of(pages.table))}
         if pages.scales is not None:
             env[pages.scales] = factors.reshape(binding.shape(pages.scales)).to(
@@ -226,12 +229,12 @@ class PagesProver:
             wanted = rows[slot]
             if pages.quant == "fp8":
                 wanted = wanted * factors[slot][..., None]
-            return torch.equal(keys.to(wanted.dtype), wanted)
+            return same_numbers(keys.to(wanted.dtype), wanted)
         if pages.quant == "mxfp4":
             return False
         scales = values[self.scale].reshape(batch, -1)
-        same = torch.equal(keys.to(rows.dtype), rows[slot])
-        return same and torch.equal(scales.to(factors.dtype), factors[slot])
+        same = same_numbers(keys.to(rows.dtype), rows[slot])
+        return same and same_numbers(scales.to(factors.dtype), factors[slot])
 
     def _run(
         self, binding: Binding, env: dict[fx.Node, Any], table: tuple[int, ...]
@@ -256,31 +259,13 @@ class PagesProver:
         assert failure is not None
         raise failure
 
-    def _cache(self, binding: Binding) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A drawn cache, its rows of numbers, and their scales."""
+    def _cache(self, binding: Binding) -> CacheDraw:
         pages = self.pages
-        shape, dtype = binding.shape(pages.cache), dtype_of(pages.cache)
-        draw = Draw(self.generator, 1)
-        if pages.quant == "none":
-            cache = draw.normal(shape, torch.float32).to(dtype)
-            rows = cache.reshape(-1, shape[-1])
-            factors = torch.rand(rows.shape[0], generator=self.generator) + 0.5
-            if pages.scales is not None:
-                factors = factors.to(dtype_of(pages.scales))
-            return cache, rows, factors
-        bytes_of = torch.randint(0, 256, shape, generator=self.generator, dtype=torch.uint8)
-        cache = bytes_of.reshape(shape[0], pages.page, shape[-1])
-        values, scales = parts_of_pages(cache, pages.quant)
-        if pages.quant == "fp8":
-            # Two codes of e4m3 are no numbers.
-            values.masked_fill_(values & 127 == 127, 0)
-            factors = torch.rand(scales.shape[:2], generator=self.generator) + 0.1
-            scales.copy_(factors[..., None].view(torch.uint8))
-            numbers = values.contiguous().view(torch.float8_e4m3fn).float()
-            return cache.reshape(shape), numbers.flatten(0, 1), factors.flatten()
-        scales.remainder_(32).add_(112)
-        numbers = dequantise_mxfp4(values.contiguous(), scales.contiguous())
-        return cache.reshape(shape), numbers.flatten(0, 1), numbers.new_zeros(0)
+        shape = binding.shape(pages.cache)
+        if pages.quant != "none":
+            return draw_fused(self.generator, shape, pages.page, pages.quant)
+        scales = None if pages.scales is None else dtype_of(pages.scales)
+        return draw_numbers(self.generator, shape, dtype_of(pages.cache), scales)
 
 
 def _constant(node: fx.Node) -> bool:

@@ -26,8 +26,9 @@ class QueryProver:
 
     Draws are ordinary numbers; rows that differ by many orders of magnitude, down to nothing; what
     is quantised of many sizes within a row, which tells scales of parts of a row; queries of one
-    dim alone, each in turn, so that no entry of a transform can hide behind the others; and rows
-    that hold a NaN or an infinity.
+    dim alone, each in turn, so that no entry of a transform can hide behind the others; rows that
+    hold a NaN or an infinity; and head weights of many sizes, and some that are no numbers, so
+    that nothing which bounds or replaces them can hide.
     """
 
     def __init__(self, trace: QueryTrace, binding: Binding, seed: int) -> None:
@@ -89,6 +90,8 @@ class QueryProver:
         yield "many orders of magnitude", 0
         yield "dims of many sizes", 0
         yield "no numbers", 0
+        yield "weights of many sizes", 0
+        yield "weights that are no numbers", 0
 
     def _leaves(self) -> list[fx.Node]:
         roots = [self.trace.root, *self.trace.weight_roots[:1]]
@@ -121,13 +124,26 @@ class QueryProver:
             first = torch.arange(shape[3]) == 0
             x = x.masked_fill((odd < 0.2) & first, torch.nan)
             x = x.masked_fill((odd > 0.8) & first, torch.inf)
-        w = self._normal(lead)
-        w = torch.where(w.abs() < 0.1, 1.0, w)
         top = trace.weight_roots[0]
         return {
             trace.root: x.to(dtype).reshape(self.binding.shape(trace.root)),
-            top: w.to(dtype_of(top)).reshape(self.binding.shape(top)),
+            top: self._weights(kind, lead).to(dtype_of(top)).reshape(self.binding.shape(top)),
         }
+
+    def _weights(self, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        w = self._normal(shape)
+        w = torch.where(w.abs() < 0.1, 1.0, w)
+        if kind == "weights of many sizes":
+            half = any(
+                dtype_of(n) == torch.float16 for n in (*self.trace.weight_roots, self.trace.weights)
+            )
+            low, high = (-1.0, 4.0) if half else (-14.0, 12.0)
+            w = w * 10 ** (torch.rand(shape, generator=self.generator) * (high - low) + low)
+        elif kind == "weights that are no numbers":
+            odd = torch.rand(shape, generator=self.generator)
+            w = w.masked_fill(odd < 0.2, torch.nan).masked_fill(odd > 0.8, torch.inf)
+            w = torch.where(self._normal(shape) < 0, -w, w)
+        return w
 
     def _normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)

@@ -36,3 +36,13 @@ def test_a_head_left_out_of_the_sum_stays_left_out(left_out: int) -> None:
     alone = torch.zeros_like(weights)
     alone[..., left_out] = 1
     check(Case(model, (query, key, weights), [(query, key, alone)], tolerance=0.05))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scores_of_eight_bits_stay_as_they_are(dtype: torch.dtype) -> None:
+    def model(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+        products = torch.einsum("bshd,btd->bsht", query, key).relu()
+        scores = (products * weights[..., None]).sum(2) / 64
+        return scores.to(dtype).float().topk(4).values
+
+    check(Case(model, tensors(8), [tensors(8, 1)], statuses=frozenset({"kept"})))

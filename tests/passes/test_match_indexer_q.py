@@ -328,6 +328,28 @@ class ScaleOfTheNeighbour(QueryModel):
         return codes.float(), w * scale.squeeze(-1).roll(1, -1)
 
 
+class CappedWeights(QueryModel):
+    """Head weights are bounded beyond what ordinary ones reach."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return q, w.clamp(-1e4, 1e4)
+
+
+class MendedWeights(QueryModel):
+    """Head weights that are no numbers count as none."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return q, torch.where(w.isfinite(), w, 0.0)
+
+
+class ClosedHeads(QueryModel):
+    """Heads of hardly any weight are left out."""
+
+    def formatted(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = fp8(q)
+        return codes.float(), torch.where(w.abs() < 1e-6, 0.0, w) * scale.squeeze(-1)
+
+
 NEAR_MISSES = (
     AnglesByHead,
     FlippedSine,
@@ -342,6 +364,9 @@ NEAR_MISSES = (
     ScaleTwice,
     ScaledAfterTheCast,
     ScaleOfTheNeighbour,
+    CappedWeights,
+    MendedWeights,
+    ClosedHeads,
 )
 
 

@@ -247,9 +247,27 @@ def scale_of_another(cache: Tensor, table: Tensor) -> Tensor:
     return keys.flatten(1, 2)
 
 
+def capped(cache: Tensor, table: Tensor) -> Tensor:
+    return by_index(cache, table).clamp(-1e3, 1e3)
+
+
+def mended(cache: Tensor, table: Tensor) -> Tensor:
+    return by_index(cache, table).nan_to_num()
+
+
+def capped_scale(cache: Tensor, table: Tensor) -> Tensor:
+    """Fused pages whose scales are bounded beyond ordinary ones."""
+    page, width = cache.shape[1:]
+    raw = cache[table].flatten(2)
+    values = raw[..., : page * (width - 4)].contiguous().view(torch.float8_e4m3fn)
+    scales = raw[..., page * (width - 4) :].contiguous().view(torch.float32).clamp(max=1e3)
+    keys = values.unflatten(-1, (page, width - 4)).float() * scales.unsqueeze(-1)
+    return keys.flatten(1, 2)
+
+
 def test_another_read_keeps_its_gather() -> None:
     given = setting(unused=0)
-    reads = [next_page, reversed_page, next_token, doubled, rounded]
+    reads = [next_page, reversed_page, next_token, doubled, rounded, capped, mended]
     model = Several(reads).eval()
     result = rewritten(model, given)
     assert len(reads_of_keys(result.graph_module)) == len(reads)
@@ -258,13 +276,28 @@ def test_another_read_keeps_its_gather() -> None:
         assert same(got, wanted)
 
 
-def test_fused_pages_with_other_scales_keep_their_gather() -> None:
+@pytest.mark.parametrize("read", [scale_of_another, capped_scale])
+def test_fused_pages_with_other_scales_keep_their_gather(read: Any) -> None:
     given = setting(quant="fp8", unused=0)
-    model = Paged(scale_of_another).eval()
+    model = Paged(read).eval()
     result = rewritten(model, given)
     assert reads_of_keys(result.graph_module)
     assert not calls(result.graph_module, "paged_sparse_mqa_logits")
     assert same(result.graph_module(*given), model(*given))
+
+
+@pytest.mark.parametrize("number", [9999, -77, 1 << 20])
+def test_a_number_that_stands_for_a_page_keeps_its_meaning(number: int) -> None:
+    def read(cache: Tensor, table: Tensor) -> Tensor:
+        return by_index(cache, torch.where(table == number, 1, table))
+
+    given = setting(unused=0)
+    model = Paged(read).eval()
+    result = rewritten(model, given)
+    odd = list(given)
+    odd[3] = torch.where(given[3] == given[3][0, 0], number, given[3])
+    for inputs in (given, tuple(odd)):
+        assert same(result.graph_module(*inputs), model(*inputs))
 
 
 def test_pages_that_do_not_hold_whole_blocks_keep_their_gather() -> None:
