@@ -98,7 +98,11 @@ def evaluate(
         for node in nodes:
             recorded = value(node)
             if is_size(node):
-                values[node] = binding.extent(recorded)
+                try:
+                    values[node] = binding.extent(recorded)
+                except KeyError:
+                    text = f"{node.name} is a number that no size of the part gives"
+                    raise ProbeError(text) from None
                 continue
             if node.op == "get_attr":
                 held = attribute(node)

@@ -5,6 +5,7 @@ import torch
 from pass_models import BLOCK, DIM, HEADS, TOPK, TwoLevel, calls, captured, hidden, same_sets
 from torch import Tensor, nn
 
+from dsa_compile.capture import export_graph
 from dsa_compile.passes.pipeline import run_pipeline
 
 
@@ -102,3 +103,22 @@ def test_heads_in_a_loop_are_one_indexer_only_if_paired_rightly() -> None:
     (wrong,) = run_pipeline(captured(HeadLoop(1), x)).sites
     assert (right.status, right.heads) == ("fused", 4)
     assert wrong.status == "kept" and wrong.counterexample is not None
+
+
+class Budget(Single):
+    """The number of picks is an argument."""
+
+    def forward(self, x: Tensor, k: int) -> Tensor:  # type: ignore[override]
+        q = self.wq(x).unflatten(-1, (4, 8))
+        s = self.spell(torch.einsum("bshd,btd->bsht", q, self.wk(x)))
+        return (s * self.ww(x).unsqueeze(-1)).sum(2).topk(k).indices
+
+
+def test_a_budget_that_no_size_gives_is_named() -> None:
+    model = Budget().eval()
+    graph_module = export_graph(model, (hidden(), 5), dynamic=True)
+    result = run_pipeline(graph_module)
+    (site,) = result.sites
+    assert site.status == "kept" and "that no size of the part gives" in str(site.reason)
+    for k in (5, 7):
+        assert same_sets(model(hidden(), k), result.graph_module(hidden(), k)[0])
