@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +61,40 @@ class TwoLevel(nn.Module):
         for layer in range(1, len(self.wq)):
             out.append(self.picks(self.scores(x, layer).masked_fill(~keep, NEG)))
         return tuple(out)
+
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+
+
+class Ruled(TwoLevel):
+    """Candidates, and positions that a rule lets in besides.
+
+    Args:
+        rule: of the mask of the candidates [B, S, T] and the positions [T].
+        pin: of block numbers and rows [S, 1]: blocks that are published besides the newest.
+        kind: dtype in which a block is compared with the newest.
+    """
+
+    def __init__(
+        self, rule: Rule, pin: Rule | None = None, kind: torch.dtype = torch.int64
+    ) -> None:
+        super().__init__()
+        self.rule, self.pin, self.kind = rule, pin, kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        n = x.shape[1]
+        scores = self.scores(x, 0)
+        blocks = nn.functional.pad(scores, (0, -n % BLOCK), value=NEG)
+        blocks = blocks.unflatten(-1, (-1, BLOCK)).amax(-1)
+        here, row = torch.arange(blocks.shape[-1]), torch.arange(n)[:, None]
+        pinned = here.to(self.kind) == (row // BLOCK).to(self.kind)
+        if self.pin is not None:
+            pinned = pinned | self.pin(here, row)
+        best = blocks.masked_fill(pinned, float("inf")).topk(min(3, blocks.shape[-1]), dim=-1)
+        table = torch.zeros_like(blocks, dtype=torch.bool)
+        table = table.scatter(-1, best.indices, best.values > NEG)
+        keep = self.rule(table.repeat_interleave(BLOCK, dim=-1)[..., :n], torch.arange(n))
+        return self.picks(scores), self.picks(self.scores(x, 1).masked_fill(~keep, NEG))
 
 
 def captured(model: nn.Module, *inputs: Tensor, dynamic: bool = False) -> fx.GraphModule:

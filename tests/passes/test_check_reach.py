@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from pass_models import BLOCK, NEG, TwoLevel, calls, captured, hidden, same_sets
-from torch import Tensor, nn
+from pass_models import (
+    BLOCK,
+    NEG,
+    Rule,
+    Ruled,
+    TwoLevel,
+    calls,
+    captured,
+    hidden,
+    same_sets,
+)
+from torch import Tensor
 
 from dsa_compile.passes.bind_sizes import Binding
 from dsa_compile.passes.check_reach import check_reach
 from dsa_compile.passes.pipeline import run_pipeline
 from dsa_compile.passes.score_trace import Refusal
 
-Rule = Callable[[Tensor, Tensor], Tensor]
 LONG = 700
-
-
-class Ruled(TwoLevel):
-    """Candidates, and positions that a rule lets in besides; a rule may also pin blocks."""
-
-    def __init__(self, rule: Rule, pin: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
-        super().__init__()
-        self.rule, self.pin = rule, pin
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        n = x.shape[1]
-        scores = self.scores(x, 0)
-        blocks = nn.functional.pad(scores, (0, -n % BLOCK), value=NEG)
-        blocks = blocks.unflatten(-1, (-1, BLOCK)).amax(-1)
-        here, row = torch.arange(blocks.shape[-1]), torch.arange(n)[:, None]
-        pinned = here == row // BLOCK
-        if self.pin is not None:
-            pinned = pinned | self.pin(here, row)
-        best = blocks.masked_fill(pinned, float("inf")).topk(min(3, blocks.shape[-1]), dim=-1)
-        table = torch.zeros_like(blocks, dtype=torch.bool)
-        table = table.scatter(-1, best.indices, best.values > NEG)
-        keep = self.rule(table.repeat_interleave(BLOCK, dim=-1)[..., :n], torch.arange(n))
-        return self.picks(scores), self.picks(self.scores(x, 1).masked_fill(~keep, NEG))
 
 
 def first(keep: Tensor) -> Tensor:

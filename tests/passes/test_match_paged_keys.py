@@ -286,20 +286,6 @@ def test_fused_pages_with_other_scales_keep_their_gather(read: Any) -> None:
     assert same(result.graph_module(*given), model(*given))
 
 
-@pytest.mark.parametrize("number", [9999, -77, 1 << 20])
-def test_a_number_that_stands_for_a_page_keeps_its_meaning(number: int) -> None:
-    def read(cache: Tensor, table: Tensor) -> Tensor:
-        return by_index(cache, torch.where(table == number, 1, table))
-
-    given = setting(unused=0)
-    model = Paged(read).eval()
-    result = rewritten(model, given)
-    odd = list(given)
-    odd[3] = torch.where(given[3] == given[3][0, 0], number, given[3])
-    for inputs in (given, tuple(odd)):
-        assert same(result.graph_module(*inputs), model(*inputs))
-
-
 def test_pages_that_do_not_hold_whole_blocks_keep_their_gather() -> None:
     given = setting(page=12, unused=0)
     model = Paged(by_index).eval()
