@@ -105,6 +105,17 @@ def test_one_row_that_many_programs_share(
     assert parts == [32, 8, 1] * 2
 
 
+def test_hidden_columns_that_many_programs_share(device: str) -> None:
+    """Where -inf can be selected, the lowest columns of those are, and no empty slot."""
+    x = torch.full((1, 1, (1 << 17) - 7), -torch.inf)
+    x[..., 70_000:70_020] = torch.arange(20.0)
+    best = list(range(70_019, 69_999, -1)) + list(range(280))
+    end = torch.full((1, 1), x.shape[-1], device=device)
+    got = select_rows("topk", x.to(device), topk=300, ends=end, keep_all=True)
+    assert got[1].flatten().tolist() == best
+    assert torch.equal(got[0].cpu(), x[..., best])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bounds", [True, False])
 def test_maxima_of_groups(bounds: bool, dtype: torch.dtype, device: str) -> None:
