@@ -67,8 +67,8 @@ class Ceilings:
         }
 
 
-# Fitted to the kernels on one NVIDIA H200, fp32 aside, which was not measured: it is the pairs of
-# times that benchmarks/kernels.py prints.
+# Fitted to the kernels on one NVIDIA H200, fp32 aside, which was not measured: to times that
+# benchmarks/kernels.py prints. docs/performance.md says which, and of which runs.
 CEILINGS: dict[str, Ceilings] = {
     "sm90": Ceilings(
         dense_rate={1: 971e12, 2: 566e12, 4: 40e12},

@@ -8,15 +8,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .triton_dense_scores import dense_scores
 from .triton_flags import BlockFlags
-from .triton_sparse import _TYPES, MAX_DIM, MAX_HEADS, check_operands, product_dtype
+from .triton_sparse import _TYPES, check_operands, padded, product_dtype
 from .triton_tiles import DenseTiles, TileMaxima, choose_dense_tiles, group_rows
-from .triton_tools import bound, by_row, power_of_two, shared_memory, wrap_triton
+from .triton_tools import by_row, power_of_two, shared_memory, wrap_triton
 
 
 def _launch_tiles(q: Tensor, k: Tensor) -> DenseTiles:
     dtype = product_dtype(q.dtype, k.dtype)
-    heads = power_of_two(bound(q.shape[2], MAX_HEADS), 16)
-    dim = power_of_two(bound(q.shape[3], MAX_DIM), 32)
+    heads, dim = padded(q.shape[2], q.shape[3])
     return choose_dense_tiles(heads, dim, dtype, shared_memory(q.device.index), q.shape[1])
 
 
@@ -52,15 +51,17 @@ def score_rows(
     hold anything.
 
     Args:
+        q, k, weights, key_scale, bias: as ``sparse_mqa_logits`` of this provider takes them.
+        flags: blocks that a row may select from; None: all.
         maxima: fp32 [B * S, whole], see :func:`tile_maxima`, to write the largest scores of groups
             of a row's positions into; those of tiles beyond what a row sees hold anything, too.
+        tiles, group: launch parameters, for measurements.
     """
     check_operands("indexer_select", q, k, weights, key_scale, bias)
     batch, rows, heads, dim = q.shape
     positions = k.shape[1]
     dtype = product_dtype(q.dtype, k.dtype)
-    padded_heads = power_of_two(bound(heads, MAX_HEADS), 16)
-    padded_dim = power_of_two(bound(dim, MAX_DIM), 32)
+    padded_heads, padded_dim = padded(heads, dim)
     tiles = tiles or _launch_tiles(q, k)
     tile = tiles.tile
     group = group or group_rows(batch * rows, positions, tile, q.device.index)

@@ -21,7 +21,7 @@ from .triton_topk import Mapping, select_rows, topk_positions
 from .validate import Size
 
 SCORE_BYTES = 512 << 20
-"""What the scores of one tile of rows may take, at least one row."""
+"""What the scores of one tile of rows may take, at least one row; their maxima a quarter more."""
 
 Observer = Callable[[Tensor, slice, slice], None]
 
