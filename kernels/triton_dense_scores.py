@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .triton_scores import relu, relu_scale
+from .triton_tools import single
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def dense_scores(
             wanted = wanted & (channel[None, :] < dim)
         key_at = k + batch * k_b + wide[:, None] * k_t + channel.to(tl.int64)[None, :] * k_d
         key = tl.load(key_at, mask=wanted, other=0.0).to(TYPE)
-        factor = tl.full([TILE], 1.0, tl.float32) * scale * relu_scale(TYPE)
+        factor = tl.full([TILE], 1.0, tl.float32) * single(scale) * relu_scale(TYPE)
         if HAS_SCALE:
             at = key_scale + batch * scale_b + wide * scale_t
             factor *= tl.load(at, mask=here, other=0.0).to(tl.float32)

@@ -18,6 +18,7 @@ from .triton_tools import (
     pack,
     packed_column,
     packed_key,
+    single,
     sort,
 )
 
@@ -25,9 +26,11 @@ from .triton_tools import (
 @triton.jit
 def _exact_bar(packed, valid, count, topk):
     """The ``topk``-th largest of ``count`` distinct packed candidates, of which there are more."""
+    # The second condition is for candidates that repeat, which no selection gives but which a
+    # compiler that times kernels on made-up memory does.
     bar = tl.min(tl.where(valid, packed, 2**63 - 1), 0)
     above = tl.max(packed, 0) + 1
-    while count != topk:
+    while (count != topk) & (above - 1 > bar):
         half = middle(bar, above)
         found = tl.sum((packed >= half).to(tl.int32), 0)
         if found >= topk:
@@ -96,6 +99,7 @@ def finish(
         kept = slot < found
     else:
         slot = tl.cumsum(kept.to(tl.int32), 0) - 1
+        kept = kept & (slot < found)
     column = packed_column(packed)
     place = column.to(tl.int64)
     if MAP == 1:
@@ -115,7 +119,7 @@ def finish(
         if INFINITE_FILL:
             nothing = tl.full([2**LOG_K], float("-inf"), tl.float32)
         else:
-            nothing = tl.zeros([2**LOG_K], tl.float32) + fill
+            nothing = tl.zeros([2**LOG_K], tl.float32) + single(fill)
         tl.store(values + turn, nothing, mask=empty)
         if MAP == 0:
             tl.store(index + turn, tl.full([2**LOG_K], -1, tl.int32), mask=empty)

@@ -30,6 +30,7 @@ from .triton_tools import (
     processors,
     require,
     result,
+    single,
     wrap_triton,
 )
 from .validate import Size
@@ -127,7 +128,7 @@ def fused_q_kernel(
         turned = nearest(turned, TYPE, EXACT).to(tl.float32)
         x = tl.where(inside[None, :], turned, x)
     if HADAMARD:
-        x = butterflies(x, HEADS, DIM, LOG_DIM) * spread
+        x = butterflies(x, HEADS, DIM, LOG_DIM) * single(spread)
         x = nearest(x, TYPE, EXACT).to(tl.float32)
 
     weight = tl.load(
@@ -135,7 +136,7 @@ def fused_q_kernel(
     ).to(tl.float32)
     line = program.to(tl.int64) * heads + head
     if QUANT == 1:
-        codes, scale = fp8_rows(x, floor, POW2, INTEGERS)
+        codes, scale = fp8_rows(x, single(floor), POW2, INTEGERS)
         tl.store(q_out + line[:, None] * dim + channel[None, :], codes, mask=there)
         tl.store(q_scale + line, scale, mask=real)
         if FOLD:
@@ -151,7 +152,7 @@ def fused_q_kernel(
     else:
         to = q_out + line[:, None] * dim + channel[None, :]
         tl.store(to, nearest(x, TYPE, EXACT), mask=there)
-    weight = weight * softmax_scale * head_scale
+    weight = weight * single(softmax_scale) * single(head_scale)
     tl.store(weights_out + line, nearest(weight, weights_out.dtype.element_ty, EXACT), mask=real)
     if LOW:
         tl.store(weights_low + line, nearest(weight, tl.bfloat16, EXACT), mask=real)

@@ -31,6 +31,7 @@ from .triton_tools import (
     processors,
     require,
     result,
+    single,
     wrap_triton,
 )
 from .validate import Size
@@ -127,7 +128,7 @@ def key_kernel(
         if NORM == 1:
             mean = tl.sum(x, 1) / dim
             centred = tl.where(there, x - mean[:, None], 0.0)
-        inverse = tl.sum(centred * centred, 1) / dim + eps
+        inverse = tl.sum(centred * centred, 1) / dim + single(eps)
         inverse = tl.div_rn(inverse * 0.0 + 1.0, tl.sqrt_rn(inverse))
         x = (x - mean[:, None]) * inverse[:, None]
         weight_at, bias_at = norm_weight + source * weight_d, norm_bias + source * bias_d
@@ -160,10 +161,10 @@ def key_kernel(
         x = tl.where(inside[None, :], turned, x)
     x = tl.where(there, x, 0.0)
     if HADAMARD:
-        x = butterflies(x, TOKENS, DIM, LOG_DIM) * spread
+        x = butterflies(x, TOKENS, DIM, LOG_DIM) * single(spread)
         x = nearest(x, TYPE, EXACT).to(tl.float32)
     if QUANT == 1:
-        codes, scale = fp8_rows(x, floor, POW2, INTEGERS)
+        codes, scale = fp8_rows(x, single(floor), POW2, INTEGERS)
         to = values + (base + token * dim)[:, None] + channel[None, :]
         tl.store(to, codes, mask=written[:, None] & inner[None, :])
         if CACHE:

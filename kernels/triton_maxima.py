@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_expand import row_bound
-from .triton_tools import by_row, key_score, order_key, power_of_two, wrap_triton
+from .triton_tools import by_row, key_score, order_key, power_of_two, single, wrap_triton
 from .validate import Size
 
 
@@ -53,7 +53,7 @@ def block_max_kernel(
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     hidden = tl.full([TILE, INNER], float("-inf"), tl.float32)
     if not INFINITE_FILL:
-        hidden = tl.zeros([TILE, INNER], tl.float32) + fill
+        hidden = tl.zeros([TILE, INNER], tl.float32) + single(fill)
     best = tl.full([TILE], -(2**31), tl.int32)
     line = scores + batch * scores_b + row * scores_s
     for start in range(0, block_size, INNER):
@@ -72,7 +72,7 @@ def block_max_kernel(
         if INFINITE_PIN:
             value = tl.where(block == newest, float("inf"), value)
         else:
-            value = tl.where(block == newest, pin, value)
+            value = tl.where(block == newest, single(pin), value)
     tl.store(out + batch * out_b + row * out_s + block, value, mask=block < count)
 
 

@@ -17,6 +17,7 @@ from .triton_mxfp4 import largest_byte, scale_step, ue8m0, widen, widen_relative
 from .triton_nibbles import in_order, query_nibbles
 from .triton_pages import block_ids, column_positions, position_pages, remainder
 from .triton_scores import relu_scale, times, weighted_sum
+from .triton_tools import single
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def stored_kernel(
     inner = tl.arange(0, TILE)
     w_at = weights + batch * w_b + row * w_s + head.to(tl.int64) * w_h
     weight = tl.load(w_at, mask=head < heads, other=0.0).to(tl.float32)
-    weight *= scale * relu_scale(RELU)
+    weight *= single(scale) * relu_scale(RELU)
     q_at = q + batch * q_b + row * q_s
     line = blocks + batch * blocks_b + row * blocks_s
     own_keys = keys + batch * key_b

@@ -11,7 +11,7 @@ from .triton_columns import column_position
 from .triton_expand import within
 from .triton_finish import hidden_positions
 from .triton_split import MAX_TOPK
-from .triton_tools import at_most, bound, by_row, power_of_two, require, result, wrap_triton
+from .triton_tools import at_most, bound, by_row, power_of_two, require, result, single, wrap_triton
 from .triton_topk import SCORES
 from .validate import Size
 
@@ -79,7 +79,7 @@ def remap_kernel(
         place = tl.where(empty, tl.load(own + turn, mask=empty, other=0), place)
     nothing = tl.full([K], float("-inf"), tl.float32)
     if not INFINITE_FILL:
-        nothing = tl.zeros([K], tl.float32) + fill
+        nothing = tl.zeros([K], tl.float32) + single(fill)
     to = row_id.to(tl.int64) * topk + slot
     tl.store(out + to, tl.where(empty, nothing, value), mask=inside)
     tl.store(index + to, place, mask=inside)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .triton_expand import row_bound
+from .triton_tools import single
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def sparse_kernel(
     query = query.to(TYPE)
     w_at = weights + batch * w_b + row * w_s + head.to(tl.int64) * w_h
     weight = tl.load(w_at, mask=head < heads, other=0.0).to(tl.float32)
-    weight *= scale * relu_scale(TYPE)
+    weight *= single(scale) * relu_scale(TYPE)
     line = blocks + batch * blocks_b + row * blocks_s
     keys = k + batch * k_b + channel.to(tl.int64)[None, :] * k_d
     to = out + program.to(tl.int64) * out_r

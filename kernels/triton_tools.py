@@ -183,6 +183,15 @@ def middle(low, high):
 
 
 @triton.jit
+def single(number):
+    """A kernel's argument that is a plain number, as fp32.
+
+    Inductor hands over numbers as fp64, which would make everything that they touch fp64.
+    """
+    return tl.cast(number, tl.float32)
+
+
+@triton.jit
 def candidate(score, column):
     """A score (bits, high half) and its column (low half) as int64."""
     return (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | column.to(tl.int64)

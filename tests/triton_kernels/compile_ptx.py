@@ -176,7 +176,8 @@ class Recorder:
                     ]
                 )
             elif isinstance(value, float):
-                signature[name] = "fp32"
+                # As Inductor hands them over; Triton itself takes fp32.
+                signature[name] = "fp64"
             elif value == 1:
                 signature[name], fixed[name] = "constexpr", 1
             else:
@@ -201,6 +202,8 @@ class Recorder:
             "wide_copies": len(re.findall(r"cp\.async\.cg[^;]*0x10", ptx)),
             "codes_together": codes_together(built.asm["ttgir"]),
             "e5m2_buffers": len(re.findall(r"local_alloc[^\n]*f8E5M2", built.asm["ttgir"])),
+            # What narrows a number that is an argument aside.
+            "fp64": len(re.findall(r"\n\s(?!cvt\.rn\.f32\.f64)\S*\.f64", ptx)),
             "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4\.b32", ptx)),
             "shared": built.metadata.shared,
             "limit": SHARED[self.arch],

@@ -42,6 +42,7 @@ def test_kernels_compile(arch: str, tmp_path: Path) -> None:
         assert EVERY <= {kernel["kernel"] for kernel in built}
     for kernel in built:
         assert kernel["shared"] <= kernel["limit"], kernel
+        assert kernel["fp64"] == 0, kernel
         check(arch, kernel)
 
 

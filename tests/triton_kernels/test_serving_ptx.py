@@ -40,6 +40,7 @@ def test_kernels_compile(arch: str, tmp_path: Path) -> None:
     assert [kernel["call"] for kernel in built] == CALLS[arch].split()
     for kernel in built:
         assert kernel["shared"] <= kernel["limit"], kernel
+        assert kernel["fp64"] == 0, kernel
         check(arch, kernel)
 
 

@@ -219,6 +219,25 @@ def test_positions_in_one_launch(anchored: bool, fill: float | None, device: str
     )
 
 
+@pytest.mark.parametrize("sorted", [True, False])
+def test_survivors_that_repeat_end(
+    sorted: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Inductor runs the kernels of a package once, one by one, on memory full of zeros."""
+
+    def zeros(source: Any, starts: Any, ends: Any, survivors: Tensor, *rest: Any) -> None:
+        survivors.zero_()
+
+    monkeypatch.setattr(triton_topk, "_launch_select", zeros)
+    out = (torch.ones(3, 2, 6, device=device), torch.full((3, 2, 6), -7, device=device).int())
+    first = tuple(x[:1] for x in out)
+    select_rows(
+        "topk", torch.randn(1, 2, 40, device=device), topk=6, ends=None, sorted=sorted, out=first
+    )
+    assert all((x[:1] == 0).all() for x in out)
+    assert (out[0][1:] == 1).all() and (out[1][1:] == -7).all()
+
+
 def test_remap_finds_empty_slots_anywhere(device: str) -> None:
     columns = torch.tensor([[[-1, 3, -1, 0]]], dtype=torch.int32, device=device)
     values = torch.tensor([[[9.0, 1.0, 9.0, 2.0]]], device=device)
