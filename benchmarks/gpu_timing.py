@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +50,15 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
     with torch.no_grad():
         return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
+
+
+def milliseconds_in_turns(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Medians of three times of each call, taken in turns: what comes first finds a slower card."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(3):
+        for name, run in runs.items():
+            times[name].append(milliseconds(run))
+    return {name: median(several) for name, several in times.items()}
 
 
 def rested_milliseconds(run: Callable[[], Any], pause: float = 0.4) -> float:

@@ -34,7 +34,7 @@ from gpu_layer import (
     dense_form,
     random_blocks,
 )
-from gpu_timing import milliseconds, peak_bytes, rested_milliseconds
+from gpu_timing import milliseconds, milliseconds_in_turns, peak_bytes, rested_milliseconds
 from rich.console import Console
 
 import dsa_compile.kernels.triton  # noqa: F401 (fails early without Triton)
@@ -180,16 +180,17 @@ def decode(results: Results, positions: int, compiled: bool) -> None:
         ids = random_blocks(rows, positions)
         for dtype in (FP8, torch.bfloat16):
             p = Problem.draw(rows, 32, positions, dtype)
-            ours = milliseconds(partial(consumer, p, ids))
             peers: dict[str, Callable[[], Any]] = {
-                "dense form on our kernels": partial(consumer, p, ids, positions + 1)
+                "ours": partial(consumer, p, ids),
+                "dense form on our kernels": partial(consumer, p, ids, positions + 1),
             }
             deep = deep_gemm_layer(p, ids) if dtype == FP8 else None
             if deep:
                 peers["DeepGEMM dense, mask, torch.topk"] = deep
             if compiled and dtype == torch.bfloat16 and rows * positions <= 1 << 26:
                 peers["torch.compile dense form"] = partial(torch.compile(dense_form), p, ids)
-            times = {name: milliseconds(run) for name, run in peers.items()}
+            times = milliseconds_in_turns(peers)
+            ours = times.pop("ours")
             best = min(times, key=lambda name: times[name])
             results.add(
                 f"decode {str(dtype)[6:]} {rows} rows T {positions}", ours, "", best, times[best]

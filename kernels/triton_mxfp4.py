@@ -164,6 +164,19 @@ def largest_byte(word):
 
 
 @triton.jit
+def byte_of(word, turn):
+    """The byte ``turn``, counted from the lowest, of int32 words, in one instruction."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;",
+        "=r,r,r",
+        [word, turn + 0x4440],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def scale_step(byte, most):
     """How far UE8M0 scales lie below the largest of their vector [int32], -26 to 0."""
     return tl.maximum(byte.to(tl.int32) - most.to(tl.int32), -26)

@@ -13,9 +13,16 @@ import triton
 import triton.language as tl
 
 from .triton_expand import row_bound, within
-from .triton_mxfp4 import largest_byte, scale_step, ue8m0, widen, widen_relative_fast
+from .triton_mxfp4 import (
+    byte_of,
+    largest_byte,
+    scale_step,
+    ue8m0,
+    widen,
+    widen_relative_fast,
+)
 from .triton_nibbles import in_order, query_nibbles
-from .triton_pages import block_ids, column_positions, position_pages, remainder
+from .triton_pages import between, block_ids, column_positions, position_pages, remainder
 from .triton_scores import relu_scale, times, weighted_sum
 from .triton_tools import single
 
@@ -156,7 +163,10 @@ def stored_kernel(
         # A row of no request sees nothing.
         high = tl.where((owner >= 0) & (owner < lines), high, 0)
         owner = tl.minimum(tl.maximum(owner, 0), lines - 1)
+        # Nor does any row see what its table has no entry for.
+        high = tl.minimum(high.to(tl.int64), tl.cast(columns, tl.int64) * PAGE).to(tl.int32)
     entries = table + owner * table_q
+    span = tl.maximum(high - low, 0).to(tl.uint32, bitcast=True)
     first = tl.program_id(1) * run
     limit = tl.minimum(first + run, width)
     valid = tl.load(end + batch * end_b + row * end_s).to(tl.int64)
@@ -211,12 +221,14 @@ def stored_kernel(
     column = first + inner
     block = column
     if SPARSE:
-        block = block_ids(line, column, valid, blocks_n, SPARSE_BLOCK)
+        # Up to the limit, so that the first ids do not wait for where the row ends.
+        block = block_ids(line, column, limit, blocks_n, SPARSE_BLOCK)
     raw = column_positions(block, column, shift, past, SPARSE, SPARSE_BLOCK)
-    seen = (column < valid) & (raw >= low) & (raw < high)
-    page = position_pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
+    seen = (column < valid) & between(raw, low, span)
+    page = position_pages(entries, raw, seen, table_p, PAGED, PAGE)
     if SPARSE:
-        block = block_ids(line, column + TILE, valid, blocks_n, SPARSE_BLOCK)
+        block = block_ids(line, column + TILE, limit, blocks_n, SPARSE_BLOCK)
+        block = tl.where(column + TILE < valid, block, -1)
     # Scores are finished one tile behind: the compiler starts the copies of the next keys after a
     # product, and they have all that to arrive in.
     product = tl.zeros([TILE, HEADS], tl.float32)
@@ -242,7 +254,9 @@ def stored_kernel(
         column = base + inner
         found = page.to(tl.uint32, bitcast=True) < pages
         which = tl.where(found, page, 0)
-        place = tl.where(found, raw, 0)
+        place = raw
+        if not (SPARSE and PAGED):
+            place = tl.where(found, raw, 0)
         if PAGED:
             place = remainder(place, PAGE)
         key_at = own_keys + (times(which, key_p) + times(place, key_t))
@@ -250,8 +264,11 @@ def stored_kernel(
 
         ahead = column + TILE
         raw = column_positions(block, ahead, shift, past, SPARSE, SPARSE_BLOCK)
-        seen = (ahead < valid) & (raw >= low) & (raw < high)
-        page = position_pages(entries, raw, seen, columns, table_p, PAGED, PAGE)
+        # Ids of columns that are not valid are junk, whose positions no row sees.
+        seen = between(raw, low, span)
+        if not SPARSE:
+            seen = seen & (ahead < valid)
+        page = position_pages(entries, raw, seen, table_p, PAGED, PAGE)
         if SPARSE:
             block = block_ids(line, ahead + TILE, valid, blocks_n, SPARSE_BLOCK)
 
@@ -265,12 +282,11 @@ def stored_kernel(
                 packed = tl.load(by_byte)
             packed = tl.reshape(packed, [TILE, DIM // 32, 16])
             if NARROW:
-                # The four scales are loaded twice: the compiler hands threads the codes that they
-                # multiply if nothing but loads and elementwise operations leads there.
+                # In two dimensions: the compiler hands threads the codes that they multiply if
+                # nothing but loads and elementwise operations leads there.
                 words = scale_at.to(tl.pointer_type(tl.int32))
-                largest = largest_byte(tl.load(words))
-                byte_scale = tl.load(scale_at[:, None] + group[None, :])
-                step = scale_step(byte_scale, largest[:, None])
+                word = tl.load(words[:, None])
+                step = scale_step(byte_of(word, group[None, :]), largest_byte(word))
                 step = tl.broadcast_to(step[:, :, None], packed.shape)
                 even_key, odd_key = widen_relative_fast(packed, step)
             else:

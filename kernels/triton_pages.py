@@ -18,6 +18,12 @@ def remainder(x, DIVISOR: tl.constexpr):
 
 
 @triton.jit
+def between(x, low, span):
+    """Whether int32 numbers that are not negative lie in [low, low + span); one comparison."""
+    return (x - low).to(tl.uint32, bitcast=True) < span
+
+
+@triton.jit
 def block_ids(line, column, valid, blocks_n, SPARSE_BLOCK: tl.constexpr):
     """Block ids of columns."""
     at = line + quotient(column, SPARSE_BLOCK).to(tl.int64) * blocks_n
@@ -38,15 +44,11 @@ def column_positions(block, column, shift, past, SPARSE: tl.constexpr, SPARSE_BL
 
 
 @triton.jit
-def position_pages(
-    table, position, seen, columns, table_p, PAGED: tl.constexpr, PAGE: tl.constexpr
-):
-    """The page [int32] of each position, negative where it is in none."""
+def position_pages(table, position, seen, table_p, PAGED: tl.constexpr, PAGE: tl.constexpr):
+    """The page [int32] of each position that is seen, and so has an entry; else negative."""
     if PAGED:
-        # Positions that are not seen may be anything.
-        block = quotient(position, PAGE)
-        inside = seen & (block < columns)
-        page = tl.load(table + block.to(tl.int64) * table_p, mask=inside, other=-1)
+        at = table + quotient(position, PAGE).to(tl.int64) * table_p
+        page = tl.load(at, mask=seen, other=-1)
         if page.dtype == tl.int64:
             page = tl.minimum(tl.maximum(page, -1), 2147483647)
         return page.to(tl.int32)

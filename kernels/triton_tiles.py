@@ -65,6 +65,11 @@ def columns_a_program(
     return torch.sym_max(torch.sym_max(run, 1), (tiles + 65534) // 65535) * tile
 
 
+def equal_parts(tiles: int, run: int) -> int:
+    """Tiles a program, fewer than ``2 * run``, where no part of a row gets fewer than ``run``."""
+    return -(-tiles // max(1, tiles // run))
+
+
 def columns_for_maxima(
     rows: Size, width: Size, topk: Size, tile: int, device: int | None
 ) -> Size | None:
@@ -82,6 +87,9 @@ def columns_for_maxima(
     if least > most or width <= MIN_WIDTH:
         return None
     run = columns_a_program(rows, width, tile, device) // tile
+    if isinstance(run, int):
+        # On an H200, 256 bf16 rows of 128 tiles: 0.201 ms in programs of 8, 0.206 in those of 7.
+        run = equal_parts(tiles, run)
     return torch.sym_max(torch.sym_min(run, most), least) * tile
 
 

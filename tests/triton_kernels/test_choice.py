@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dsa_compile.kernels.triton  # noqa: F401 (registers the ops)
 from dsa_compile.kernels import triton_choice
 from dsa_compile.kernels.triton_sparse import sparse_mqa_logits
-from dsa_compile.kernels.triton_tiles import columns_for_maxima
+from dsa_compile.kernels.triton_tiles import columns_for_maxima, equal_parts
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -125,6 +127,15 @@ def test_the_scorers_maxima_cut_nothing_off(nan: bool, device: str) -> None:
     )
     assert torch.equal(got[0].nan_to_num(9e9), want[0].nan_to_num(9e9))
     assert torch.equal(got[1], want[1])
+
+
+@given(st.integers(1, 1 << 16), st.integers(1, 64))
+def test_parts_of_a_row_are_equal(tiles: int, run: int) -> None:
+    """As many parts as have ``run`` tiles or more, and no more programs than parts."""
+    took = equal_parts(tiles, run)
+    parts = max(1, tiles // run)
+    assert -(-tiles // took) <= parts and took * parts < tiles + parts
+    assert took < 2 * run and (tiles < run or took >= run)
 
 
 def test_maxima_are_those_of_what_is_written(device: str) -> None:

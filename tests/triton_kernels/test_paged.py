@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsa_compile.kernels import triton_stored, triton_tiles
 from dsa_compile.kernels.quantise import dequantise_mxfp4, quantise_mxfp4
 from dsa_compile.kernels.triton_expand import candidate_expand
 from dsa_compile.kernels.triton_stored_ops import (
@@ -97,6 +98,22 @@ def test_scores_equal_the_reference(
     got = paged_mqa_logits(q, s["cache"], s["weights"], *rest, **more, **dense)
     want = torch.ops.dsa.paged_mqa_logits(exact, s["cache"], s["weights"], *rest, **dense)
     assert_scores_close(got, want, tolerance(quant, kind))
+
+
+@pytest.mark.parametrize(
+    "rows, tiles, most, want",
+    [(64, 128, 16, 16), (256, 128, 64, 64), (256, 128, 16, 7), (100, 128, 64, 26), (1, 128, 64, 1)],
+)
+def test_programs_that_fill_the_gpu_once(
+    rows: int, tiles: int, most: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as 132 multiprocessors hold at a time, if none is longer than ``most`` tiles."""
+    for module in (triton_stored, triton_tiles):
+        monkeypatch.setattr(module, "processors", lambda index: 132)
+    run = triton_stored.stored_columns(rows, tiles * 128, 128, None, most)
+    assert run == want * 128
+    if run > 16 * 128:
+        assert rows * -(-tiles // want) <= 4 * 132
 
 
 @quant_format
