@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import deep_gemm, deep_select, reference, reference_sparse, results
 from .deep_dense import dense_mqa_logits
-from .deep_needs import FP8
+from .deep_requests import FP8
 from .reference import fill_value, pin_newest_block, row_range, visible_positions
 from .register import _autograd
 from .results import RESULTS, Results

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from . import deep_needs
-from .deep_needs import round_up
 from .deep_package import DeepGemm, bound, check_compiled, require
 from .deep_plan import request_of
+from .deep_requests import round_up
 from .deep_scales import UNIT, for_tma, head_weights, pack_ue8m0, pad_heads
 from .reference import NEG_INF, row_range
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import deep_needs
 from .deep_package import DeepGemm, find, needs, require
 from .deep_plan import SparsePlan, check_call, plan_sparse, request_of, score_plan
+from .deep_requests import FP8
 from .reference import NEG_INF, row_range
 
 __all__ = ["find", "mxfp4_sparse_mqa_logits", "needs", "sparse_mqa_logits", "warm_up"]
@@ -205,6 +205,6 @@ def warm_up(device: torch.device | str, package: DeepGemm | None = None) -> None
         rows=(1, 1),
         keys=(1, 8),
         sparse_block=8,
-        dtype=deep_needs.FP8,
+        dtype=FP8,
         package=package,
     )

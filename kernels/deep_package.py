@@ -12,15 +12,13 @@ import torch
 from .deep_binding import Bound, Package, Spec, bind, compiler_needs, numbers, open_package
 from .deep_needs import (
     SELECT_CAPABILITIES,
-    CacheRequest,
-    GemmLimits,
     Need,
     Needs,
-    ScoreRequest,
     dense_needs,
     paged_needs,
     sparse_needs,
 )
+from .deep_requests import CacheRequest, GemmLimits, ScoreRequest
 
 SPARSE_METADATA = Spec(
     ("get_sparse_mqa_logits_metadata",),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import deep_needs
-from .deep_needs import CacheRequest, round_up
 from .deep_package import DeepGemm, bound, check_warm, require
 from .deep_plan import join_rows, launches, padded_blocks, request_of
+from .deep_requests import CacheRequest, round_up
 from .deep_scales import UNIT, head_weights, pack_ue8m0, pad_heads
 from .reference import NEG_INF
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import deep_needs
-from .deep_needs import PACKED_FP4, ScoreRequest, round_up
 from .deep_package import DeepGemm, bound, check_warm, require
+from .deep_requests import PACKED_FP4, ScoreRequest, round_up, without_capability
 from .deep_scales import UNIT, for_tma, head_weights, pack_ue8m0, pad_heads
 from .reference import row_range
 
@@ -50,7 +50,7 @@ class SparsePlan:
 
 def check_call(op: str, request: ScoreRequest, package: DeepGemm) -> None:
     """Raises ValueError with every unmet need of a sparse call, whatever the device."""
-    unmet = deep_needs.sparse_needs(deep_needs.without_capability(request), package.limits)
+    unmet = deep_needs.sparse_needs(without_capability(request), package.limits)
     if unmet:
         raise ValueError(deep_needs.describe(f"{op} cannot be served by DeepGEMM", unmet))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .deep_needs import UE8M0, round_up
+from .deep_requests import UE8M0, round_up
 
 UNIT = 0x7F7F7F7F
 """Four scales of one."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from . import deep_needs
 from .deep_binding import Bound, Package, Spec, bind, open_package
-from .deep_needs import Need, Needs, TopkRequest, round_up
+from .deep_needs import Need, Needs
+from .deep_requests import TopkRequest, round_up
 from .reference import NEG_INF, fill_value, row_range
 
 _TOPK = Spec(

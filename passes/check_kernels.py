@@ -8,14 +8,8 @@ import torch
 import torch.fx as fx
 
 from dsa_compile.kernels import deep_package
-from dsa_compile.kernels.deep_needs import (
-    PACKED_FP4,
-    SELECT_CAPABILITIES,
-    Need,
-    ScoreRequest,
-    TopkRequest,
-    topk_needs,
-)
+from dsa_compile.kernels.deep_needs import SELECT_CAPABILITIES, Need, topk_needs
+from dsa_compile.kernels.deep_requests import PACKED_FP4, ScoreRequest, TopkRequest
 from dsa_compile.passes.context import PassContext, PassResult, UnservedError
 from dsa_compile.passes.graph_tools import dtype_of, namespace, op_name, value
 from dsa_compile.passes.match_indexer_q import SCORERS

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from dsa_compile.passes.bind_sizes import Binding
+from dsa_compile.passes.compare_spans import compare_spans
 from dsa_compile.passes.graph_tools import (
     CASTS,
     dtype_of,
@@ -42,13 +43,9 @@ from dsa_compile.passes.number_spans import (
 from dsa_compile.passes.read_bounds import COUNTS, arange_bounds
 from dsa_compile.passes.recognise_ops import constant_of
 from dsa_compile.passes.run_probe import needed
-from dsa_compile.passes.score_trace import HIDING, Refusal
+from dsa_compile.passes.score_trace import Refusal
 
 _COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-# Sizes of one graph lie so close to each other that a comparison of two of them decides nothing.
-_NEAR = 2
-# A size that is computed with a larger constant is no count of blocks.
-_LARGE = 256
 _CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max", "minimum", "maximum"})
 _BLOCKS = frozenset({"floor_divide", "remainder", "fmod", "bitwise_right_shift", "__rshift__"})
 _COUNTING = frozenset({"sum", "cumsum", "scatter_add", "index_add", "bincount"})
@@ -135,13 +132,14 @@ class ReachCheck:
             return constant_span(node)
         if name in _COMPARES or name == "isin":
             one, other = (self._operand(a) for a in node.args[:2])
-            self._meet(node, one, other, name in ("eq", "ne"))
+            compare_spans(node, one, other, exact=name in ("eq", "ne"), strict=self.strict)
             return None
         if is_tensor(node) and dtype_of(node) == torch.bool:
             if name not in _TESTS:
                 for arg in node.all_input_nodes if name not in _PASSING else []:
                     if is_tensor(arg):
-                        self._meet(node, self._operand(arg), Span(0, 0), True)
+                        span = self._operand(arg)
+                        compare_spans(node, span, Span(0, 0), exact=True, strict=self.strict)
             return None
         if name in COUNTS:
             self._made(node)
@@ -183,7 +181,7 @@ class ReachCheck:
             bounds = [s for a in node.args[1:3] if (s := self._operand(a)) is not None]
             bounds += [s for a in node.kwargs.values() if (s := self._operand(a)) is not None]
             for bound in bounds:
-                self._meet(node, first, bound, False)
+                compare_spans(node, first, bound, strict=self.strict)
             return union([first, *bounds])
         factor = other.low if other is not None and other.alone() else None
         if name in ("mul", "div") and factor and not (name == "div" and not is_float(node)):
@@ -209,38 +207,6 @@ class ReachCheck:
             first.up or grows and number > 0,
             grows and number < 0,
         )
-
-    def _meet(
-        self, node: fx.Node, one: Span | None, other: Span | None, exact: bool = False
-    ) -> None:
-        """Refuse a comparison that gives one answer on all probes, and may give another."""
-        if one is None or other is None:
-            return
-        for held, constant in ((one, other), (other, one)):
-            if not constant.alone() or not held.grows():
-                continue
-            number = constant.low
-            if number in held.points or held.wide and abs(number) >= -HIDING:
-                return
-            if held.given and self.strict and not held.drawn_around(number):
-                raise Refusal(f"an input is compared with {number:g}, which no probe draws", 7)
-            self._beyond(node, held.minus(constant), f"{number:,.0f}", 0 if exact else 1)
-            return
-        for held, size in ((one, other), (other, one)):
-            fixed = not (size.grows() or size.alone() or size.drawn)
-            if fixed and (held.up and size.high > held.high or held.down and size.low < held.low):
-                raise Refusal(f"no probe reaches all numbers that {op_name(node)} looks for", 7)
-            for mark in size.marks:
-                if held.up and mark > held.high + _NEAR:
-                    raise Refusal(f"no probe reaches {mark:,}, which a size is computed with", 7)
-        bent = any(mark > _LARGE for mark in (*one.marks, *other.marks))
-        self._beyond(node, one.minus(other), "the other side", 1 if bent else -_NEAR)
-
-    @staticmethod
-    def _beyond(node: fx.Node, gap: Span, what: str, least: int) -> None:
-        above, below = gap.up and gap.high < least, gap.down and gap.low > -least
-        if above or below:
-            raise Refusal(f"no probe reaches {what} of {op_name(node)}", 7)
 
     def _cuts(self, node: fx.Node, name: str) -> None:
         """Refuse a slice or a diagonal at a constant that lies beyond the sizes of the probes."""

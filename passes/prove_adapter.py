@@ -9,13 +9,15 @@ import torch.fx as fx
 
 from dsa_compile.kernels.key_cache_reference import write_slots
 from dsa_compile.kernels.quantise import quantise
-from dsa_compile.passes.adapter import UNWRITTEN, Adapter
+from dsa_compile.passes.adapter import Adapter
 from dsa_compile.passes.bind_sizes import Binding, SizeBinder
+from dsa_compile.passes.compare_adapter import AdapterComparison
 from dsa_compile.passes.context import MatchOptions
 from dsa_compile.passes.graph_tools import dtype_of, is_float, is_size, is_tensor, value
+from dsa_compile.passes.read_arguments import GivenRoles
 from dsa_compile.passes.run_probe import Draw, ProbeError, evaluate, memory, needed
 from dsa_compile.passes.score_trace import Refusal
-from dsa_compile.passes.spell_adapters import Spelled, Speller, arguments
+from dsa_compile.passes.spell_adapters import Spelled
 
 _CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _BLOCKS = ("full", "holes", "twice", "prefix")
@@ -66,24 +68,24 @@ class _Prover:
         self, call: fx.Node, adapter: Adapter, spelled: Spelled, options: MatchOptions
     ) -> None:
         self.call, self.adapter, self.spelled, self.options = call, adapter, spelled, options
-        reader = Speller(None, call, adapter)  # type: ignore[arg-type]
+        self.given = GivenRoles(call, adapter)
         self.roles: dict[str, fx.Node] = {}
         for role, _ in adapter.roles:
-            held = reader.maybe(role) if role != "topk" else None
+            held = self.given.maybe(role) if role != "topk" else None
             if held is not None:
                 self.roles[role] = held
-        self.outs = list(spelled.outs.values())
+        self.comparison = AdapterComparison(adapter, spelled, self.roles)
         self.generator = torch.Generator().manual_seed(options.seed + 3)
 
     def run(self) -> int:
         given = set(self.roles.values())
         visible = [] if self.spelled.visible is None else [self.spelled.visible]
-        self.targets = [*self.outs, *visible]
+        self.targets = [*self.spelled.outs.values(), *visible]
         cone = needed(self.targets, given)
         nodes = [n for n in [*cone, *given] if is_tensor(n) or is_size(n)]
         block = self.adapter.block_size
         if isinstance(block, str):
-            held = arguments(self.call)[block]
+            held = self.given.by_name[block]
             block = held if isinstance(held, int) else 8
         bound = SizeBinder().bindings(nodes, self.spelled.score, at_least=3 * block + 1)
         if not bound:
@@ -133,11 +135,7 @@ class _Prover:
                 f"the plain form of {self.adapter.op} cannot be run: {error}", 6
             ) from None
         old = self._opaque(env, binding)
-        if self.adapter.kind == "topk":
-            return self._compare_picks(env, new, old)
-        if self.outs[0].meta["val"].dtype == torch.bool:
-            return self._compare_masks(new, old[0])
-        return self._compare_scores(env, new, old[0], binding)
+        return self.comparison.shows(env, new, old, binding)
 
     # -- running ------------------------------------------------------------------------------
 
@@ -177,9 +175,7 @@ class _Prover:
                 pages = binding.shape(self.roles["cache"])[0]
                 env[node] = draw.integer(shape, dtype, max(0, pages - 1))
             elif role == "block_ids":
-                block = Speller(None, self.call, self.adapter).number(  # type: ignore[arg-type]
-                    self.adapter.block_size, "block_size"
-                )
+                block = self.given.number(self.adapter.block_size, "block_size")
                 kind = _BLOCKS[turn % len(_BLOCKS)]
                 env[node] = draw.ids(shape, dtype, -(-positions // block), kind)
             elif role in ("row_start", "row_end", "context_lens"):
@@ -211,106 +207,3 @@ class _Prover:
         assert scales is not None
         write_slots(cache, values, scales, torch.arange(pages * page), "fp8")
         return cache.reshape(shape)
-
-    # -- comparing ----------------------------------------------------------------------------
-
-    def _compare_scores(
-        self, env: dict[fx.Node, Any], new: dict[fx.Node, Any], old: torch.Tensor, binding: Binding
-    ) -> bool:
-        (out,) = self.outs
-        mine = new[out].double()
-        theirs = self._shaped(old, mine.shape).double()
-        seen = torch.ones_like(mine, dtype=torch.bool)
-        if self.spelled.visible is not None:
-            seen = (
-                new[self.spelled.visible]
-                .broadcast_to(
-                    new[
-                        self.spelled.core
-                        if self.adapter.kind == "candidate_mask"
-                        else self.spelled.score
-                    ].shape
-                )
-                .reshape(mine.shape)
-            )
-        if self.adapter.masked != UNWRITTEN:
-            wrong = ~seen & (theirs != mine)
-            if wrong.any():
-                raise self._differs(
-                    "what its hidden columns hold is not what its adapter declares",
-                    wrong,
-                    theirs,
-                    mine,
-                )
-        # A hidden logit stays one, whatever the op does to it.
-        seen = seen & mine.isfinite()
-        size = mine.abs()
-        weights = self.roles.get("weights")
-        if weights is not None:
-            wide = {**env, weights: env[weights].abs()}
-            size = evaluate(needed([out], wide), wide, binding)[out].double().abs()
-        kinds = [dtype_of(out), *(dtype_of(n) for n in self.roles.values() if is_float(n))]
-        epsilon = max(torch.finfo(k).eps for k in kinds if k.itemsize > 1)
-        size = size.masked_fill(~seen, 0)
-        limit = 8 * epsilon * size + 1e-5 * float(size.max()) if size.numel() else size
-        wrong = seen & ~((mine - theirs).abs() <= limit)
-        if wrong.any():
-            raise self._differs("its scores are not what its adapter declares", wrong, theirs, mine)
-        return bool(seen.any())
-
-    def _compare_masks(self, new: dict[fx.Node, Any], old: torch.Tensor) -> bool:
-        (out,) = self.outs
-        mine = new[out]
-        theirs = self._shaped(old, mine.shape)
-        wrong = theirs != mine
-        if wrong.any():
-            raise self._differs("its mask is not what its adapter declares", wrong, theirs, mine)
-        return bool(mine.any()) and not bool(mine.all())
-
-    def _compare_picks(
-        self, env: dict[fx.Node, Any], new: dict[fx.Node, Any], old: tuple[torch.Tensor, ...]
-    ) -> bool:
-        names = self.adapter.outputs
-        if len(old) != len(names):
-            raise Refusal(f"{self.adapter.op} gives {len(old)} outputs, {len(names)} declared", 8)
-        mine = {n: new[o] for n, o in zip(names, self.outs, strict=True)}
-        theirs = {n: self._shaped(o, mine[n].shape) for n, o in zip(names, old, strict=True)}
-        if "values" in mine:
-            a, b = (x["values"].double().sort(-1).values for x in (mine, theirs))
-            if not torch.equal(a, b):
-                raise self._differs("its values are not the best ones", a != b, b, a)
-        found = True
-        if "indices" in mine:
-            a, b = mine["indices"].long(), theirs["indices"].long()
-            if self.adapter.empty is None:
-                scores = env[self.roles["logits"]].reshape(*a.shape[:-1], -1)
-                if not bool(((b >= 0) & (b < scores.shape[-1])).all()):
-                    raise Refusal(f"{self.adapter.op} gives positions out of range", 8)
-                ranked = self.spelled.ranked
-                bounded = scores
-                if ranked is not None and ranked in new:
-                    bounded = new[ranked].reshape(scores.shape)
-                a, b = (torch.where(bounded.gather(-1, x) == -torch.inf, -1, x) for x in (a, b))
-            a, b = a.sort(-1).values, b.sort(-1).values
-            if not torch.equal(a, b):
-                raise self._differs("its positions are not those of the best scores", a != b, b, a)
-            found = bool((a >= 0).any())
-        return found
-
-    def _shaped(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        if tensor.shape != shape:
-            raise Refusal(
-                f"{self.adapter.op} gives {tuple(tensor.shape)}, its adapter says {tuple(shape)}", 8
-            )
-        return tensor
-
-    def _differs(
-        self, what: str, wrong: torch.Tensor, old: torch.Tensor, new: torch.Tensor
-    ) -> Refusal:
-        at = tuple(int(i) for i in wrong.nonzero()[0])
-        place = ", ".join(map(str, at))
-        return Refusal(
-            f"{self.adapter.op}: {what}",
-            8,
-            f"at [{place}]: the op gives {float(old[at]):.6g}, its plain form {float(new[at]):.6g}",
-        )

@@ -16,7 +16,8 @@ import torch.fx as fx
 
 from dsa_compile.passes.adapter import UNWRITTEN, Adapter
 from dsa_compile.passes.emit_nodes import Emitter
-from dsa_compile.passes.graph_tools import aten, dtype_of, is_tensor, same_size, value
+from dsa_compile.passes.graph_tools import aten, dtype_of, same_size, value
+from dsa_compile.passes.read_arguments import GivenRoles
 from dsa_compile.passes.score_trace import Refusal
 
 Size = fx.Node | int
@@ -53,22 +54,12 @@ class Spelled:
         return found
 
 
-def arguments(call: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
-    schema = call.target._schema  # type: ignore[union-attr]
-    given: dict[str, Any] = {}
-    for at, argument in enumerate(schema.arguments):
-        held = argument.default_value if argument.has_default_value() else None
-        given[argument.name] = call.args[at] if at < len(call.args) else held
-    return {**given, **call.kwargs}
-
-
 class Speller:
     """Emits the plain form of one call after it."""
 
     def __init__(self, emit: Emitter, call: fx.Node, adapter: Adapter) -> None:
         self.emit, self.call, self.adapter = emit, call, adapter
-        self.given = arguments(call)
+        self.given = GivenRoles(call, adapter)
 
     def spell(self) -> Spelled:
         """The call in plain ops.
@@ -84,40 +75,7 @@ class Speller:
         }
         return made[self.adapter.kind]()
 
-    # -- arguments ----------------------------------------------------------------------------
-
-    def role(self, name: str) -> fx.Node:
-        """The tensor that plays a role that must be there."""
-        held = self.maybe(name)
-        if held is None:
-            raise Refusal(f"{self.adapter.op} is called without its {name}", 5)
-        return held
-
-    def maybe(self, name: str) -> fx.Node | None:
-        """The tensor that plays a role, None where the call gives none."""
-        argument = self.adapter.argument(name)
-        if argument is None:
-            return None
-        held = self._lookup(argument)
-        if held is not None and not is_tensor(held):
-            raise Refusal(f"{argument} of {self.adapter.op} is no tensor, its role is {name}", 5)
-        return held
-
-    def number(self, given: float | str, name: str) -> Any:
-        """A number that the adapter gives, or that an argument holds."""
-        held = self._lookup(given) if isinstance(given, str) else given
-        if isinstance(held, bool) or not isinstance(held, (int, float)):
-            raise Refusal(f"{name} of {self.adapter.op} is no constant of the graph", 5)
-        return held
-
-    def _lookup(self, argument: str) -> Any:
-        name, _, place = argument.partition(".")
-        held = self.given[name]
-        if not place:
-            return held
-        if not isinstance(held, (list, tuple)) or not place.isdigit() or int(place) >= len(held):
-            raise Refusal(f"{self.adapter.op} is called without {argument}", 5)
-        return held[int(place)]
+    # -- shapes -------------------------------------------------------------------------------
 
     def sizes(self, node: fx.Node, first: int, last: int | None = None) -> list[Size]:
         """Sizes of some dims as arguments."""
@@ -138,20 +96,20 @@ class Speller:
     # -- kinds --------------------------------------------------------------------------------
 
     def _dense(self) -> Spelled:
-        key = self.role("key")
+        key = self.given.role("key")
         if value(key).dim() not in (2, 3):
             raise Refusal(f"the key of {self.adapter.op} has {value(key).dim()} dims", 5)
-        lead = self.sizes(self.role("query"), 0, -2)
-        scale = self.maybe("key_scale")
+        lead = self.sizes(self.given.role("query"), 0, -2)
+        scale = self.given.maybe("key_scale")
         if scale is not None:
             scale = self.fit(scale, self.sizes(key, 0, -1))
-        bounds = [self.maybe(n) for n in ("row_start", "row_end")]
+        bounds = [self.given.maybe(n) for n in ("row_start", "row_end")]
         start, end = (b if b is None else self.fit(b, lead) for b in bounds)
         return self._scores(key, scale, start, end)
 
     def _paged(self) -> Spelled:
-        query, table = self.role("query"), self.role("block_table")
-        cache = self.role("cache")
+        query, table = self.given.role("query"), self.given.role("block_table")
+        cache = self.given.role("cache")
         if value(query).dim() != 4 or value(cache).dim() not in (3, 4):
             raise Refusal(f"query or cache of {self.adapter.op} has another number of dims", 5)
         cache = self.fit(cache, [*self.sizes(cache, 0, 2), self.emit.size(cache, -1)])
@@ -171,10 +129,10 @@ class Speller:
     def _ends(self, query: fx.Node) -> fx.Node:
         """Row ends [Q, S] of a paged op."""
         lead = self.sizes(query, 0, 2)
-        ends = self.maybe("row_end")
+        ends = self.given.maybe("row_end")
         if ends is not None:
             return self.fit(ends, lead)
-        lens = self.role("context_lens")
+        lens = self.given.role("context_lens")
         lens = self.cast(self.fit(lens, [lead[0], 1]), torch.int64)
         row = self.emit(aten.arange.default, lead[1], device=value(lens).device)
         ends = self.emit(aten.add.Tensor, lens, row)
@@ -184,11 +142,11 @@ class Speller:
     def _scores(
         self, key: fx.Node, scale: fx.Node | None, start: fx.Node | None, end: fx.Node | None
     ) -> Spelled:
-        query, emit = self.role("query"), self.emit
+        query, emit = self.given.role("query"), self.emit
         lead = self.sizes(query, 0, -2)
         if len(lead) not in (1, 2) or value(key).dim() - 1 > len(lead):
             raise Refusal(f"the query of {self.adapter.op} has {value(query).dim()} dims", 5)
-        weights = self.fit(self.role("weights"), self.sizes(query, 0, -1))
+        weights = self.fit(self.given.role("weights"), self.sizes(query, 0, -1))
         double = torch.float64 in (dtype_of(query), dtype_of(key), dtype_of(weights))
         wide = torch.float64 if double else torch.float32
         rows = "bs"[-len(lead) :]
@@ -199,7 +157,7 @@ class Speller:
         weights = emit(aten.unsqueeze.default, self.cast(weights, wide), -1)
         score = emit(aten.mul.Tensor, score, weights)
         score = emit(aten.sum.dim_IntList, score, [-2])
-        factor = self.number(self.adapter.scale, "scale")
+        factor = self.given.number(self.adapter.scale, "scale")
         if factor != 1:
             score = emit(aten.mul.Scalar, score, float(factor))
         if scale is not None:
@@ -213,17 +171,17 @@ class Speller:
         return Spelled({None: out}, out, score, visible)
 
     def _mask(self) -> Spelled:
-        ids, logits, emit = self.role("block_ids"), self.maybe("logits"), self.emit
+        ids, logits, emit = self.given.role("block_ids"), self.given.maybe("logits"), self.emit
         lead = self.sizes(ids, 0, -1)
         count = emit.size(self.call if logits is None else logits, -1)
-        block = self.number(self.adapter.block_size, "block_size")
+        block = self.given.number(self.adapter.block_size, "block_size")
         if block < 1:
             raise Refusal(f"block_size of {self.adapter.op} is {block}", 5)
         position = emit(aten.arange.default, count, device=value(ids).device)
         numbers = emit(aten.floor_divide.default, position, block)
         member = emit(aten.eq.Tensor, emit(aten.unsqueeze.default, ids, -1), numbers)
         shown = emit(aten.any.dim, member, -2)
-        bounds = [self.maybe(n) for n in ("row_start", "row_end")]
+        bounds = [self.given.maybe(n) for n in ("row_start", "row_end")]
         start, end = (b if b is None else self.fit(b, lead) for b in bounds)
         seen = self._bounds(shown, start, end)
         if seen is not None:
@@ -236,12 +194,12 @@ class Speller:
         return Spelled({None: self._like(out, value(self.call))}, out, shown)
 
     def _topk(self) -> Spelled:
-        logits, emit = self.role("logits"), self.emit
+        logits, emit = self.given.role("logits"), self.emit
         lead = self.sizes(logits, 0, -1)
         argument = self.adapter.argument("topk")
         assert argument is not None
-        k = self.number(argument, "topk")
-        bounds = [self.maybe(n) for n in ("row_start", "row_end")]
+        k = self.given.number(argument, "topk")
+        bounds = [self.given.maybe(n) for n in ("row_start", "row_end")]
         start, end = (b if b is None else self.fit(b, lead) for b in bounds)
         seen = self._bounds(logits, start, end)
         score = logits if seen is None else emit(aten.where.ScalarOther, seen, logits, -torch.inf)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .strict_deep_gemm import FP4, FP8, dequantized
+from .strict_operands import FP4, FP8, dequantized
 
 JUNK_IDS = (-1, -1, -(2**30), 2**30, 2**31 - 1)
 

@@ -12,8 +12,9 @@ from dsa_compile.kernels.deep_gemm import sparse_mqa_logits
 from dsa_compile.kernels.deep_package import DeepGemm
 
 from .cases import sparse_case
-from .strict_deep_gemm import FP4, FP8, StrictDeepGemm
+from .strict_deep_gemm import StrictDeepGemm
 from .strict_deep_select import StrictDeepSelect
+from .strict_operands import FP4, FP8
 from .test_select import bind
 from .test_sparse import one_row
 

@@ -15,7 +15,8 @@ from dsa_compile.kernels.reference import dense_scores, row_range, visible_posit
 
 from .cases import packed_scales, quantized
 from .conftest import Binder
-from .strict_deep_gemm import FP4, FP8, StrictDeepGemm, dequantized
+from .strict_deep_gemm import StrictDeepGemm
+from .strict_operands import FP4, FP8, dequantized
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 

@@ -7,7 +7,8 @@ import torch
 
 from dsa_compile.kernels import deep_gemm, deep_select
 from dsa_compile.kernels.deep_dense import dense_mqa_logits
-from dsa_compile.kernels.deep_needs import FP8, Need, ScoreRequest, TopkRequest
+from dsa_compile.kernels.deep_needs import Need
+from dsa_compile.kernels.deep_requests import FP8, ScoreRequest, TopkRequest
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 DENSE = ScoreRequest(CAPABILITY, FP8, FP8, 64, 128)

@@ -11,16 +11,15 @@ import torch
 
 from dsa_compile.kernels import deep_binding, deep_gemm, deep_select
 from dsa_compile.kernels.deep_binding import Package, compiler_needs, numbers, open_package
-from dsa_compile.kernels.deep_needs import (
+from dsa_compile.kernels.deep_needs import Need, topk_needs
+from dsa_compile.kernels.deep_package import DeepGemm, bind_gemm, limits_of, provider_needs
+from dsa_compile.kernels.deep_requests import (
     FP8,
     CacheRequest,
     GemmLimits,
-    Need,
     ScoreRequest,
     TopkRequest,
-    topk_needs,
 )
-from dsa_compile.kernels.deep_package import DeepGemm, bind_gemm, limits_of, provider_needs
 
 from .strict_deep_gemm import StrictDeepGemm
 

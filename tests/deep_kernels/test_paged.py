@@ -19,7 +19,8 @@ from dsa_compile.kernels.deep_paged import paged_sparse_mqa_logits, plan_paged
 
 from .cases import Case, assert_scores_close, packed_scales, quantized, random_ids
 from .conftest import Binder, follow
-from .strict_deep_gemm import FP4, FP8, StrictDeepGemm
+from .strict_deep_gemm import StrictDeepGemm
+from .strict_operands import FP4, FP8
 
 
 def fill_cache(cache: Tensor, page: int, keys: Tensor, scales: Tensor) -> None:

@@ -10,7 +10,8 @@ import torch
 from dsa_compile.kernels import deep
 
 from .cases import quantized, random_ids
-from .strict_deep_gemm import FP8, StrictDeepGemm
+from .strict_deep_gemm import StrictDeepGemm
+from .strict_operands import FP8
 
 pytestmark = pytest.mark.usefixtures("installed")
 

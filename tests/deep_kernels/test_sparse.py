@@ -17,7 +17,8 @@ from dsa_compile.kernels.deep_plan import plan_sparse, score_plan
 
 from .cases import Case, assert_scores_close, packed_scales, quantized, sparse_case
 from .conftest import Binder, follow
-from .strict_deep_gemm import FP4, FP8, StrictDeepGemm
+from .strict_deep_gemm import StrictDeepGemm
+from .strict_operands import FP4, FP8
 
 
 def run(case: Case, package: DeepGemm, **options: Any) -> torch.Tensor:

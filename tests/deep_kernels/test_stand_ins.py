@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from .strict_deep_gemm import FP8, StrictDeepGemm
+from .strict_deep_gemm import StrictDeepGemm
 from .strict_deep_select import NAN_MARK, StrictDeepSelect
+from .strict_operands import FP8
 
 Change = Callable[[dict[str, Any]], None]
 

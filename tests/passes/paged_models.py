@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from pass_models import captured
+from torch import Tensor, fx, nn
+
+from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
 
 HEADS, DIM, TOPK, BLOCK, BLOCKS = 16, 32, 6, 8, 3
 NEG = float("-inf")
@@ -169,3 +173,30 @@ def setting(
     q = torch.randn(requests, rows, HEADS, DIM, generator=made)
     weights = torch.randn(requests, rows, HEADS, generator=made)
     return q, weights, cache, table, lens, ids
+
+
+def rewritten(model: Any, inputs: tuple[Tensor, ...], **options: Any) -> PipelineResult:
+    """What the passes make of a model for the CPU."""
+    return run_pipeline(captured(model, *inputs, **options), provider="cpu")
+
+
+def reads_of_keys(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """Ops that read more than a table: results of the size of keys, wider than one number."""
+    names = ("index", "index_select", "gather", "embedding", "gather_indexer_k")
+    found = [
+        n
+        for n in graph_module.graph.nodes
+        if str(n.target).split(".")[-2:-1] and str(n.target).split(".")[1] in names
+    ]
+    return [
+        n
+        for n in found
+        if not isinstance(n.meta["val"], Tensor)
+        or n.meta["val"].dtype not in (torch.int64, torch.int32)
+    ]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two selections [.., k], or those in front of two results, hold the same positions."""
+    first, second = (x[0] if isinstance(x, tuple) else x for x in (a, b))
+    return torch.equal(first.sort(-1).values, second.sort(-1).values)

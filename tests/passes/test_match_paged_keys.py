@@ -7,13 +7,25 @@ from typing import Any
 import paged_models
 import pytest
 import torch
-from paged_models import BLOCK, NEG, TOPK, Paged, Several, by_index, by_slots, fused_fp8, setting
-from pass_models import calls, captured
-from torch import Tensor, fx
+from paged_models import (
+    BLOCK,
+    NEG,
+    TOPK,
+    Paged,
+    Several,
+    by_index,
+    by_slots,
+    fused_fp8,
+    reads_of_keys,
+    rewritten,
+    same,
+    setting,
+)
+from pass_models import calls
+from torch import Tensor
 
 from dsa_compile.kernels.key_cache_reference import find_pages, read_tokens
 from dsa_compile.kernels.quantise import dequantise
-from dsa_compile.passes.pipeline import PipelineResult, run_pipeline
 
 EVERY = (
     "by_index",
@@ -24,26 +36,6 @@ EVERY = (
 )
 # A model that reads a page of -1 fails in these ops: its unused entries are 0.
 NO_NEGATIVE = ("by_index_select", "by_gather")
-
-
-def rewritten(model: Any, inputs: tuple[Tensor, ...], **options: Any) -> PipelineResult:
-    return run_pipeline(captured(model, *inputs, **options), provider="cpu")
-
-
-def reads_of_keys(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """Ops that read more than a table: results of the size of keys, wider than one number."""
-    names = ("index", "index_select", "gather", "embedding", "gather_indexer_k")
-    found = [
-        n
-        for n in graph_module.graph.nodes
-        if str(n.target).split(".")[-2:-1] and str(n.target).split(".")[1] in names
-    ]
-    return [
-        n
-        for n in found
-        if not isinstance(n.meta["val"], Tensor)
-        or n.meta["val"].dtype not in (torch.int64, torch.int32)
-    ]
 
 
 def exact(inputs: tuple[Tensor, ...], candidates: bool = True) -> Tensor:
@@ -66,11 +58,6 @@ def exact(inputs: tuple[Tensor, ...], candidates: bool = True) -> Tensor:
         hidden = hidden | ~(ids[..., None] == position[0] // BLOCK).any(-2)
     values, places = scores.masked_fill(hidden, NEG).topk(TOPK, dim=-1)
     return places.masked_fill(values == NEG, -1)
-
-
-def same(a: Any, b: Any) -> bool:
-    first, second = (x[0] if isinstance(x, tuple) else x for x in (a, b))
-    return torch.equal(first.sort(-1).values, second.sort(-1).values)
 
 
 @pytest.mark.parametrize("names", [EVERY, NO_NEGATIVE, ("fused_fp8",), ("fused_mxfp4",)])
@@ -206,130 +193,6 @@ def test_a_table_that_is_computed_is_read_as_it_is() -> None:
     assert not reads_of_keys(result.graph_module)
     assert same(result.graph_module(*given), model(*given))
     assert not same(result.graph_module(*given), exact(given))
-
-
-# -- near misses ------------------------------------------------------------------------------
-
-
-def next_page(cache: Tensor, table: Tensor) -> Tensor:
-    page, columns = cache.shape[1], table.shape[1]
-    position = torch.arange(columns * page)
-    slots = table[:, (position // page + 1) % columns] * page + position % page
-    return cache.flatten(0, 1)[slots]
-
-
-def reversed_page(cache: Tensor, table: Tensor) -> Tensor:
-    return cache[table].flip(2).flatten(1, 2)
-
-
-def next_token(cache: Tensor, table: Tensor) -> Tensor:
-    page = cache.shape[1]
-    position = torch.arange(table.shape[1] * page)
-    slots = table[:, position // page] * page + (position + 1) % page
-    return cache.flatten(0, 1)[slots]
-
-
-def doubled(cache: Tensor, table: Tensor) -> Tensor:
-    return by_index(cache, table) * 2
-
-
-def rounded(cache: Tensor, table: Tensor) -> Tensor:
-    return by_index(cache, table).to(torch.float8_e4m3fn).float()
-
-
-def scale_of_another(cache: Tensor, table: Tensor) -> Tensor:
-    """Fused pages whose scales are those of the token before."""
-    page, width = cache.shape[1:]
-    raw = cache[table].flatten(2)
-    values = raw[..., : page * (width - 4)].contiguous().view(torch.float8_e4m3fn)
-    scales = raw[..., page * (width - 4) :].contiguous().view(torch.float32).roll(1, -1)
-    keys = values.unflatten(-1, (page, width - 4)).float() * scales.unsqueeze(-1)
-    return keys.flatten(1, 2)
-
-
-def capped(cache: Tensor, table: Tensor) -> Tensor:
-    return by_index(cache, table).clamp(-1e3, 1e3)
-
-
-def mended(cache: Tensor, table: Tensor) -> Tensor:
-    return by_index(cache, table).nan_to_num()
-
-
-def capped_scale(cache: Tensor, table: Tensor) -> Tensor:
-    """Fused pages whose scales are bounded beyond ordinary ones."""
-    page, width = cache.shape[1:]
-    raw = cache[table].flatten(2)
-    values = raw[..., : page * (width - 4)].contiguous().view(torch.float8_e4m3fn)
-    scales = raw[..., page * (width - 4) :].contiguous().view(torch.float32).clamp(max=1e3)
-    keys = values.unflatten(-1, (page, width - 4)).float() * scales.unsqueeze(-1)
-    return keys.flatten(1, 2)
-
-
-def test_another_read_keeps_its_gather() -> None:
-    given = setting(unused=0)
-    reads = [next_page, reversed_page, next_token, doubled, rounded, capped, mended]
-    model = Several(reads).eval()
-    result = rewritten(model, given)
-    assert len(reads_of_keys(result.graph_module)) == len(reads)
-    assert not calls(result.graph_module, "paged_sparse_mqa_logits")
-    for got, wanted in zip(result.graph_module(*given), model(*given), strict=True):
-        assert same(got, wanted)
-
-
-@pytest.mark.parametrize("read", [scale_of_another, capped_scale])
-def test_fused_pages_with_other_scales_keep_their_gather(read: Any) -> None:
-    given = setting(quant="fp8", unused=0)
-    model = Paged(read).eval()
-    result = rewritten(model, given)
-    assert reads_of_keys(result.graph_module)
-    assert not calls(result.graph_module, "paged_sparse_mqa_logits")
-    assert same(result.graph_module(*given), model(*given))
-
-
-def test_pages_that_do_not_hold_whole_blocks_keep_their_gather() -> None:
-    given = setting(page=12, unused=0)
-    model = Paged(by_index).eval()
-    result = rewritten(model, given)
-    assert len(reads_of_keys(result.graph_module)) == 1
-    assert any("pages of 12 tokens" in note for note in result.sites[0].notes)
-    assert same(result.graph_module(*given), model(*given))
-
-
-def test_pages_that_lie_apart_keep_their_gather() -> None:
-    q, weights, cache, table, lens, ids = setting(unused=0)
-    apart = torch.stack([cache, cache + 1], 1)[:, 0]
-    given = (q, weights, apart, table, lens, ids)
-    model = Paged(by_index).eval()
-    result = rewritten(model, given)
-    assert any("lie apart" in note for note in result.sites[0].notes)
-    assert same(result.graph_module(*given), model(*given))
-
-
-class Altered(Paged):
-    """The keys pass a norm between read and product."""
-
-    def scores(self, q: Tensor, weights: Tensor, keys: Tensor, lens: Tensor) -> Tensor:
-        return super().scores(q, weights, torch.nn.functional.rms_norm(keys, keys.shape[-1:]), lens)
-
-
-class Biased(Paged):
-    """A parameter that is zero today is added to the keys."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.shift = torch.nn.Parameter(torch.zeros(paged_models.DIM))
-
-    def scores(self, q: Tensor, weights: Tensor, keys: Tensor, lens: Tensor) -> Tensor:
-        return super().scores(q, weights, keys + self.shift, lens)
-
-
-@pytest.mark.parametrize("kind", [Altered, Biased])
-def test_keys_that_are_altered_keep_their_gather(kind: type[Paged]) -> None:
-    given = setting()
-    model = kind(by_index).eval()
-    result = rewritten(model, given)
-    assert len(reads_of_keys(result.graph_module)) == 1
-    assert same(result.graph_module(*given), model(*given))
 
 
 class Written(Paged):
