@@ -30,6 +30,8 @@ OPERANDS = (torch.float16, torch.bfloat16, torch.float32, FP8)
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEADS = 128
 MAX_DIM = 256
+# Kernels count positions in 32 bits.
+MAX_POSITIONS = 2**31 - 1
 
 _TYPES = {
     torch.float16: tl.float16,
@@ -78,7 +80,7 @@ def check_operands(op: str, q: Tensor, k: Tensor, weights: Tensor, *rest: Tensor
 
     Raises:
         TypeError: a dtype without a kernel, or fp8 on a GPU older than compute capability 8.9.
-        ValueError: more than 128 heads, or a head dimension over 256.
+        ValueError: more than 128 heads, a head dimension over 256, or 2**31 positions or more.
     """
     require(op, "q", q, OPERANDS)
     require(op, "k", k, OPERANDS)
@@ -87,6 +89,7 @@ def check_operands(op: str, q: Tensor, k: Tensor, weights: Tensor, *rest: Tensor
     heads, dim = q.shape[2:]
     at_most(op, "the number of heads", heads, MAX_HEADS)
     at_most(op, "the head dim", dim, MAX_DIM)
+    at_most(op, "the number of positions", k.shape[1], MAX_POSITIONS)
     if FP8 in (q.dtype, k.dtype) and not interpreted() and torch.cuda.is_available():
         if capability(q.device.index) < (8, 9):
             raise TypeError(f"{op}: float8_e4m3fn needs compute capability 8.9 or newer")

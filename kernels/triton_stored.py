@@ -14,6 +14,7 @@ from .triton_paged import stored_kernel
 from .triton_sparse import (
     MAX_DIM,
     MAX_HEADS,
+    MAX_POSITIONS,
     NUMBERS,
     OPERANDS,
     Tiles,
@@ -181,6 +182,7 @@ def launch(
     batch, rows, heads = q.shape[:3]
     at_most(op, "the number of heads", heads, MAX_HEADS)
     at_most(op, "the head dim", dim, MAX_DIM)
+    at_most(op, "the number of positions", positions, MAX_POSITIONS)
     if not mxfp4 or q.dtype == FP8:
         check_fp8(op, q.device)
     out = result(out, op, q, (batch, rows, width), out_dtype)

@@ -288,6 +288,9 @@ def test_limits_are_named(device: str) -> None:
         paged_mqa_logits(wide, s["cache"], s["weights"], *rest, num_positions=9)
     with pytest.raises(TypeError, match="the Triton kernels take q as"):
         paged_mqa_logits(s["q"].double(), s["cache"], s["weights"], *rest, num_positions=9)
+    with pytest.raises(ValueError, match="the number of positions is 2147483648"):
+        long = s["table"][:, :1].expand(-1, 2**31 // s["cache"].shape[1])
+        paged_mqa_logits(s["q"], s["cache"], s["weights"], s["lengths"], long, num_positions=9)
     k = torch.zeros(1, 8, 32, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match="last dimension of k must be contiguous"):
         mxfp4_sparse_mqa_logits(

@@ -166,5 +166,7 @@ def test_limits_are_named(device: str) -> None:
         sparse_mqa_logits(q[:, :, :1].expand(-1, -1, 129, -1), k, w, *rest, **kwargs)
     with pytest.raises(TypeError, match="float64"):
         sparse_mqa_logits(q.double(), k, w, *rest, **kwargs)
+    with pytest.raises(ValueError, match="the number of positions is 2147483648"):
+        sparse_mqa_logits(q, k[:, :1].expand(-1, 2**31, -1), w, *rest, **kwargs)
     with pytest.raises(ValueError, match="head dim is 257"):
         sparse_mqa_logits(q[..., :1].expand(-1, -1, -1, 257), k, w, *rest, **kwargs)
