@@ -176,38 +176,23 @@ def stored_kernel(
 
     head = tl.arange(0, HEADS)
     inner = tl.arange(0, TILE)
-    # Ids are loaded two tiles ahead and pages one: what a tile waits for is its keys alone. The
-    # first ids are asked for before everything else, and up to the limit: so they wait for nothing.
-    line = blocks + batch * blocks_b + row * blocks_s
-    past = (total // SPARSE_BLOCK + 1).to(tl.uint32)
-    column = first + inner
-    block = column
-    after = column
-    if SPARSE:
-        block = block_ids(line, column, limit, blocks_n, SPARSE_BLOCK)
-        after = block_ids(line, column + TILE, limit, blocks_n, SPARSE_BLOCK)
     w_at = weights + batch * w_b + row * w_s + head.to(tl.int64) * w_h
     weight = tl.load(w_at, mask=head < heads, other=0.0).to(tl.float32)
     weight *= single(scale) * relu_scale(RELU)
     q_at = q + batch * q_b + row * q_s
+    line = blocks + batch * blocks_b + row * blocks_s
     own_keys = keys + batch * key_b
     own_scales = key_scales + batch * scale_b + scale_offset
     to = out + program.to(tl.int64) * width
-    qs_at = q_scale + batch * qs_b + row * qs_s
-    group = tl.arange(0, DIM // 32)
-    most = head
-    if NARROW and PACKED:
-        in_head = head.to(tl.int64)[:, None] * qs_h + group.to(tl.int64)[None, :] * qs_d
-        shown = (head[:, None] < heads) & (group[None, :] < dim // 32)
-        most = tl.max(tl.load(qs_at + in_head, mask=shown, other=0).to(tl.int32), 1)
-        weight *= ue8m0(most) * 0.0001220703125
-    raw = column_positions(block, column, shift, past, SPARSE, SPARSE_BLOCK)
-    seen = (column < valid) & between(raw, low, span)
-    page = position_pages(entries, raw, seen, table_p, PAGED, PAGE)
-    if SPARSE:
-        block = tl.where(column + TILE < valid, after, -1)
-    # The queries come while the first pages do.
     if MXFP4:
+        qs_at = q_scale + batch * qs_b + row * qs_s
+        group = tl.arange(0, DIM // 32)
+        most = head
+        if NARROW and PACKED:
+            in_head = head.to(tl.int64)[:, None] * qs_h + group.to(tl.int64)[None, :] * qs_d
+            shown = (head[:, None] < heads) & (group[None, :] < dim // 32)
+            most = tl.max(tl.load(qs_at + in_head, mask=shown, other=0).to(tl.int32), 1)
+            weight *= ue8m0(most) * 0.0001220703125
         even, odd = query_nibbles(
             q_at,
             qs_at,
@@ -231,6 +216,19 @@ def stored_kernel(
         at = q_at + head.to(tl.int64)[None, :] * q_h + channel.to(tl.int64)[:, None] * q_d
         query = tl.load(at, mask=there, other=0.0).to(TYPE)
 
+    # Ids are loaded two tiles ahead and pages one: what a tile waits for is its keys alone.
+    past = (total // SPARSE_BLOCK + 1).to(tl.uint32)
+    column = first + inner
+    block = column
+    if SPARSE:
+        # Up to the limit, so that the first ids do not wait for where the row ends.
+        block = block_ids(line, column, limit, blocks_n, SPARSE_BLOCK)
+    raw = column_positions(block, column, shift, past, SPARSE, SPARSE_BLOCK)
+    seen = (column < valid) & between(raw, low, span)
+    page = position_pages(entries, raw, seen, table_p, PAGED, PAGE)
+    if SPARSE:
+        block = block_ids(line, column + TILE, limit, blocks_n, SPARSE_BLOCK)
+        block = tl.where(column + TILE < valid, block, -1)
     # Scores are finished one tile behind: the compiler starts the copies of the next keys after a
     # product, and they have all that to arrive in.
     product = tl.zeros([TILE, HEADS], tl.float32)

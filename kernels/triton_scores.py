@@ -212,9 +212,8 @@ def sparse_kernel(
 
     # Ids are loaded one tile ahead: in the same iteration they would take a place of their own in
     # the pipeline, and with it a buffer of keys. Scores are finished one tile behind: the compiler
-    # starts the copies of the next keys after a product, and they have all that to arrive in. The
-    # first ids are those up to the limit: they do not wait for where the row ends.
-    block = _tile_blocks(line, first, inner, inner_block, limit, blocks_n, SPARSE_BLOCK, TILE)
+    # starts the copies of the next keys after a product, and they have all that to arrive in.
+    block = _tile_blocks(line, first, inner, inner_block, valid, blocks_n, SPARSE_BLOCK, TILE)
     most = tl.full([TILE], float("-inf"), tl.float32)
     product = tl.zeros([TILE, HEADS], tl.float32)
     factor = tl.zeros([TILE], tl.float32)
