@@ -180,16 +180,16 @@ def decode(results: Results, positions: int, compiled: bool) -> None:
         ids = random_blocks(rows, positions)
         for dtype in (FP8, torch.bfloat16):
             p = Problem.draw(rows, 32, positions, dtype)
-            peers: dict[str, Callable[[], Any]] = {
+            runs: dict[str, Callable[[], Any]] = {
                 "ours": partial(consumer, p, ids),
                 "dense form on our kernels": partial(consumer, p, ids, positions + 1),
             }
             deep = deep_gemm_layer(p, ids) if dtype == FP8 else None
             if deep:
-                peers["DeepGEMM dense, mask, torch.topk"] = deep
+                runs["DeepGEMM dense, mask, torch.topk"] = deep
             if compiled and dtype == torch.bfloat16 and rows * positions <= 1 << 26:
-                peers["torch.compile dense form"] = partial(torch.compile(dense_form), p, ids)
-            times = milliseconds_in_turns(peers)
+                runs["torch.compile dense form"] = partial(torch.compile(dense_form), p, ids)
+            times = milliseconds_in_turns(runs)
             ours = times.pop("ours")
             best = min(times, key=lambda name: times[name])
             results.add(

@@ -42,9 +42,7 @@ class StrictDense(StrictProcess):
         assert keys.shape[1] == q.shape[2] and kv_sf.shape == keys.shape[:1]
         assert kv_sf.dtype == (torch.int32 if major == 10 else torch.float32)
         assert kv_sf.is_contiguous()
-        for bounds in (ks, ke):
-            assert bounds.shape == (rows,) and bounds.dtype == torch.int32
-            assert bounds.is_contiguous() and bool((bounds >= 0).all())
+        self._check_bounds(rows, ks, ke)
         assert columns > 0
         assert all(t.data_ptr() % 16 == 0 for t in (q, keys, kv_sf, weights))
         self._compile("dense", heads, q.shape[2], q.dtype)

@@ -73,6 +73,11 @@ class StrictProcess:
         assert metadata.dim() == 1 and metadata.dtype == torch.uint8 and metadata.is_contiguous()
         return self.schedules[int(metadata[:8].view(torch.int64))]
 
+    def _check_bounds(self, rows: int, *bounds: Tensor) -> None:
+        for bound in bounds:
+            assert bound.shape == (rows,) and bound.dtype == torch.int32
+            assert bound.is_contiguous() and bool((bound >= 0).all())
+
     def _check_indices(self, indices: Tensor, sparse_block: int, dtype: torch.dtype) -> None:
         assert indices.dim() == 2 and indices.shape[0] > 0
         assert indices.dtype == torch.int32 and indices.is_contiguous()

@@ -25,9 +25,7 @@ class StrictSparse(StrictProcess):
         self._sparse_call("get_sparse_mqa_logits_metadata")
         self._check_indices(sparse_kv_block_indices, sparse_block_kv, qk_dtype)
         rows, blocks = sparse_kv_block_indices.shape
-        for bounds in (cu_seq_len_k_start, cu_seq_len_k_end):
-            assert bounds.shape == (rows,) and bounds.dtype == torch.int32
-            assert bounds.is_contiguous() and bool((bounds >= 0).all())
+        self._check_bounds(rows, cu_seq_len_k_start, cu_seq_len_k_end)
         assert isinstance(num_kv_tokens, int) and 0 <= num_kv_tokens < 2**31
         self._workspace(rows)
         self._compile("metadata", blocks, sparse_block_kv, qk_dtype, use_unaligned_ks)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dsa_compile.kernels.triton  # noqa: F401 (registers the ops)
-from dsa_compile.kernels import triton_choice
+from dsa_compile.kernels import triton_choice, triton_tiles
 from dsa_compile.kernels.triton_sparse import sparse_mqa_logits
 from dsa_compile.kernels.triton_tiles import columns_for_maxima, equal_parts
 
@@ -131,11 +131,20 @@ def test_the_scorers_maxima_cut_nothing_off(nan: bool, device: str) -> None:
 
 @given(st.integers(1, 1 << 16), st.integers(1, 64))
 def test_parts_of_a_row_are_equal(tiles: int, run: int) -> None:
-    """As many parts as have ``run`` tiles or more, and no more programs than parts."""
+    """No more programs than a row holds whole runs, none of them twice as long."""
     took = equal_parts(tiles, run)
     parts = max(1, tiles // run)
     assert -(-tiles // took) <= parts and took * parts < tiles + parts
     assert took < 2 * run and (tiles < run or took >= run)
+
+
+@pytest.mark.parametrize("rows, tiles", [(1, 4), (64, 4), (256, 8), (2048, 16)])
+def test_few_rows_keep_short_programs(
+    rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 132 multiprocessors; 16,384 columns, top-512."""
+    monkeypatch.setattr(triton_tiles, "processors", lambda index: 132)
+    assert columns_for_maxima(rows, 16384, 512, 128, None) == tiles * 128
 
 
 def test_maxima_are_those_of_what_is_written(device: str) -> None:
