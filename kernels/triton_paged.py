@@ -23,49 +23,9 @@ from .triton_mxfp4 import (
 )
 from .triton_nibbles import in_order, query_nibbles
 from .triton_pages import between, block_ids, column_positions, position_pages, remainder
-from .triton_scores import relu_scale, times, weighted_sum
+from .triton_scores import relu_scale, times
+from .triton_stored_tile import finish_tile, product_of
 from .triton_tools import single
-
-
-@triton.jit
-def _product(key, query, total, TYPE: tl.constexpr):
-    """Products of keys and queries, added to others."""
-    if TYPE == tl.float32:
-        return tl.dot(key, query, total, input_precision="ieee")
-    return tl.dot(key, query, total)
-
-
-@triton.jit
-def _finish(
-    product,
-    weight,
-    heads,
-    factor,
-    found,
-    column,
-    first,
-    valid,
-    to,
-    NARROW: tl.constexpr,
-    SCALED: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RELU: tl.constexpr,
-):
-    """Writes the scores of a tile's products where ``column`` is in [first, valid).
-
-    Args:
-        factor: what scores are multiplied with where SCALED: fp32, or, where NARROW, the four
-            scales of the key, of which the largest had been made 2**13.
-    """
-    score = weighted_sum(product, weight, heads, PADDED_HEADS, HEADS, RELU)
-    if NARROW:
-        score *= ue8m0(largest_byte(factor)) * 0.0001220703125
-    elif SCALED:
-        score *= factor
-    score = tl.where(found, score, float("-inf"))
-    here = (column >= first) & (column < valid)
-    tl.store(to + column, score.to(to.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -235,7 +195,7 @@ def stored_kernel(
     factor = tl.zeros([TILE], tl.int32 if NARROW else tl.float32)
     found = inner < 0
     for base in tl.range(first, valid, TILE, num_stages=STAGES):
-        _finish(
+        finish_tile(
             product,
             weight,
             heads,
@@ -300,8 +260,8 @@ def stored_kernel(
                 even_key, odd_key = widen(packed, own_scale, TYPE, FAST)
             even_key = in_order(even_key, TILE, DIM // 2, BY_LANE)
             odd_key = in_order(odd_key, TILE, DIM // 2, BY_LANE)
-            product = _product(even_key, even, tl.zeros([TILE, HEADS], tl.float32), TYPE)
-            product = _product(odd_key, odd, product, TYPE)
+            product = product_of(even_key, even, tl.zeros([TILE, HEADS], tl.float32), TYPE)
+            product = product_of(odd_key, odd, product, TYPE)
             if NARROW:
                 factor = tl.load(words, mask=found, other=0)
         else:
@@ -311,10 +271,10 @@ def stored_kernel(
                 key = tl.load(by_dim, mask=real_dim, other=0.0)
             else:
                 key = tl.load(by_dim)
-            product = _product(key.to(TYPE), query, tl.zeros([TILE, HEADS], tl.float32), TYPE)
+            product = product_of(key.to(TYPE), query, tl.zeros([TILE, HEADS], tl.float32), TYPE)
             factor = tl.load(scale_at.to(tl.pointer_type(tl.float32)), mask=found, other=0.0)
     done = first + (valid - first + TILE - 1) // TILE * TILE
-    _finish(
+    finish_tile(
         product,
         weight,
         heads,
